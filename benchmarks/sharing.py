@@ -41,7 +41,7 @@ from typing import Any
 from benchmarks.common import emit, progress
 from benchmarks.offload_engine import NewPrompts
 from benchmarks.serve.fleet import Variant, engine, reset, stopped
-from benchmarks.serve.trace import ID_TOKENS, Request, ideal_hits, read, sample, scaled
+from benchmarks.serve.trace import Request, ideal_hits, prompt_of, read, sample, scaled
 from kvconnect.types import PromptSource
 from tests.engines import pd
 from tests.engines.models import BLOCK_SIZE
@@ -221,15 +221,6 @@ def trace(fleet: Fleet, requests: Sequence[Request], seed: int) -> dict[str, flo
         "trace_hit_over_shared_ideal": cached["shared"] / ideal,
         "trace_control": cached["apart"] / ideal,
     }
-
-
-def prompt_of(request: Request) -> list[int]:
-    """Return a prompt with 16 tokens for each id of the trace."""
-    tokens: list[int] = []
-    for number in request.hash_ids:
-        rng = random.Random(number)
-        tokens += [rng.randrange(10, 2000) for _ in range(ID_TOKENS)]
-    return tokens[: request.input_length]
 
 
 def ask(server: Server, prompt: list[int], salt: str) -> dict[str, Any]:

@@ -33,6 +33,15 @@ from typing import Any, NoReturn
 
 import setproctitle  # a dependency of either engine
 
+VLLM = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+)
+"""What the three processes of a vLLM engine import sooner or later."""
+
 _POLL_S = 0.02
 _YIELD_S = 50e-6
 
@@ -65,10 +74,16 @@ class Child:
 
 
 class ForkServer:
-    """A process that has imported ``modules`` and forks; use as a context manager."""
+    """A process that has imported ``modules`` and forks; use as a context manager.
 
-    def __init__(self, modules: Iterable[str], env: dict[str, str]) -> None:
-        self._command = [sys.executable, "-m", "tests.fork_server", *modules]
+    ``python`` is its interpreter, and that of the processes.
+    """
+
+    def __init__(
+        self, modules: Iterable[str], env: dict[str, str], python: str = sys.executable
+    ) -> None:
+        self.python = python
+        self._command = [python, "-m", "tests.fork_server", *modules]
         self._env = env
         self._lock = threading.Lock()
 

@@ -89,6 +89,15 @@ def write(path: Path, requests: Iterable[Request]) -> None:
     path.write_text("".join(json.dumps(asdict(one)) + "\n" for one in requests))
 
 
+def prompt_of(request: Request) -> list[int]:
+    """Return a prompt with 16 tokens for each id of the trace."""
+    tokens: list[int] = []
+    for number in request.hash_ids:
+        rng = random.Random(number)
+        tokens += [rng.randrange(10, 2000) for _ in range(ID_TOKENS)]
+    return tokens[: request.input_length]
+
+
 def ideal_hits(requests: Iterable[Request], capacity: int, block: int) -> int:
     """Return how many prompt tokens a cache of ``capacity`` blocks of ``block`` tokens can hit.
 

@@ -8,25 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engines.server import Server
-from tests.fork_server import ForkServer
+from tests.fork_server import VLLM, ForkServer
 
 # Threads and ranks spin while they wait for one another. Where they outnumber the cores, or share
 # them with other work, a step takes a hundred times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# What an engine's three processes import sooner or later.
-MODULES = (
-    "vllm.entrypoints.launchers.api_server.entry",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.worker.cpu_model_runner",
-)
-
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> Iterator[None]:
     """Fork servers from a process that has imported vLLM."""
-    with ForkServer(MODULES, {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}) as Server.fork_server:
+    with ForkServer(VLLM, {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}) as Server.fork_server:
         yield
     Server.fork_server = None

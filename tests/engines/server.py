@@ -222,7 +222,7 @@ class Process(Client, ABC):
     def launch(self) -> subprocess.Popen[bytes] | Child:
         """Start the program, its output in ``self.log``."""
         command = self.command()
-        if self.fork_server and command[:2] == [sys.executable, "-m"]:
+        if self.fork_server and command[:2] == [self.fork_server.python, "-m"]:
             return self.fork_server.start(command[2:], self.environment(), self.log)
         with self.log.open("wb") as log:
             return subprocess.Popen(
@@ -375,7 +375,7 @@ class Router(Process):
     def command(self) -> list[str]:
         return [
             *(sys.executable, "-m", "kvconnect.cli", "router", "--port", str(self.port)),
-            *("--prefill", *(server.worker for server in self.prefill)),
+            *(("--prefill", *(server.worker for server in self.prefill)) if self.prefill else ()),
             *("--decode", *(server.worker for server in self.decode)),
             *("--probe-interval", "0"),
             *self.args,

@@ -74,9 +74,10 @@ class SglangServer(GenerateClient, Process):
     ``role`` is the half of a hand-off it is, ``"null"`` for a server of its own; ``backend`` moves
     the pages and ``settings`` are KVConnect's. ``tokens`` is the size of the KV cache, ``chunk``
     how many tokens one step prefills, ``tp`` the number of ranks and ``dp`` how many times there
-    are so many. ``prefix`` is what the command starts with, ``host`` where clients reach the API
-    and ``address`` where other servers reach this one, for servers in network namespaces. A server
-    that was killed starts again on the same ports with :meth:`restart`.
+    are so many. ``texts``: with a tokenizer, and named "model", as OpenAI's API needs; else only
+    ``/generate`` with token ids. ``prefix`` is what the command starts with, ``host`` where clients
+    reach the API and ``address`` where other servers reach this one, for servers in network
+    namespaces. A server that was killed starts again on the same ports with :meth:`restart`.
     """
 
     model: str = "llama"
@@ -87,6 +88,7 @@ class SglangServer(GenerateClient, Process):
     dp: int = 1
     tokens: int = 8192
     chunk: int = CHUNK
+    texts: bool = False
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()
@@ -138,7 +140,8 @@ class SglangServer(GenerateClient, Process):
         listen = self.host if self.host == self.address else "0.0.0.0"
         command = [
             *(*self.prefix, sys.executable, "-m", "sglang.launch_server"),
-            *("--model-path", str(model_dir(self.model)), "--skip-tokenizer-init"),
+            *("--model-path", str(model_dir(self.model))),
+            *(("--served-model-name", "model") if self.texts else ("--skip-tokenizer-init",)),
             *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
             *("--page-size", str(PAGE), "--max-total-tokens", str(self.tokens)),
             *("--chunked-prefill-size", str(self.chunk)),

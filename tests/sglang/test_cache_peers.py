@@ -12,13 +12,14 @@ import pytest
 from tests.engines.models import BLOCK_SIZE, prompt_tokens
 from tests.engines.server import kv_transfer
 from tests.servers import free_port
+from tests.sglang.peer_servers import peers, sglang
 from tests.sglang.scenario import NEW, settled
 from tests.sglang.server import SglangServer
-from tests.sglang.storage_server import at_work, hits, server
+from tests.sglang.storage_server import at_work, hits
 from tests.sglang.vllm_server import VLLM, Vllm
 
 LENGTHS = (200, 330, 270)
-CONNECTED_S = 90.0  # the longest pause is 30 s
+CONNECTED_S = 60.0  # the longest pause is 5 s
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -28,19 +29,6 @@ def prompts(seed: int) -> list[list[int]]:
 def full(prompt: Sequence[int]) -> int:
     """Return the tokens of a prompt's whole blocks."""
     return len(prompt) // BLOCK_SIZE * BLOCK_SIZE
-
-
-def peers(listen: int, *ask: str) -> dict[str, Any]:
-    addresses = [f"127.0.0.1:{ports}" for ports in ask]
-    return {"listen": f"127.0.0.1:{listen}", "ask": addresses, "ask_s": 5.0}
-
-
-def sglang(settings: dict[str, Any], tp: int = 1) -> SglangServer:
-    running = server(cache_peers=settings)
-    running.args += ("--page-size", str(BLOCK_SIZE))
-    running.tokens = 4096  # room for all: HiCache reads only as much as it has room for
-    running.tp = tp
-    return running
 
 
 def ask(running: SglangServer, prompt: list[int], **extra: Any) -> tuple[tuple[int, ...], int]:

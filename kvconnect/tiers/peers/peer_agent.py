@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
 _MOST_ADDRESSES = 256
-_LONGEST_RETRY_S = 30.0
+_LONGEST_RETRY_S = 5.0  # engines of a fleet start within minutes of one another
 
 
 class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
