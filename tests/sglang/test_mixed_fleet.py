@@ -27,6 +27,7 @@ from tests.sglang.vllm_server import VLLM, Vllm
 NEW = 4
 LONGEST = 960  # tokens of a prompt
 CONNECTED_S = 60.0
+UNDECIDED = 491
 CROWD = 3  # requests at a time
 SOURCES = ("device", "host", "disk", "peer", "remote", "handoff", "computed")
 
@@ -94,6 +95,8 @@ def fleet() -> Iterator[Fleet]:
 def test_requests_of_a_trace_to_engines_at_random(fleet: Fleet) -> None:
     requests = scaled(read(TRACE))
     prompts = [prompt_of(request)[:LONGEST] for request in requests]
+    # Two first tokens of this one are all but equally likely: engines differ by how they round.
+    prompts[UNDECIDED] = prompts[0]
     assert len(prompts) == 500
     for engine in fleet.engines:
         await_peers(engine)
