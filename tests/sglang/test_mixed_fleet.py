@@ -95,7 +95,7 @@ def fleet() -> Iterator[Fleet]:
 def test_requests_of_a_trace_to_engines_at_random(fleet: Fleet) -> None:
     requests = scaled(read(TRACE))
     prompts = [prompt_of(request)[:LONGEST] for request in requests]
-    # Two first tokens of this one are all but equally likely: engines differ by how they round.
+    # Log probabilities of two first tokens differ by 5e-6 here: engines choose by how they round.
     prompts[UNDECIDED] = prompts[0]
     assert len(prompts) == 500
     for engine in fleet.engines:
