@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from kvconnect.protocol.options import RECEIPT
+from kvconnect.protocol.options import RECEIPT, SHARE, SOURCE
 
 LONGEST_S = 86_400.0
 """Longest time of a pin or of retention, in seconds."""
@@ -46,6 +46,7 @@ class IgnoredHint(str, Enum):
     UNKNOWN = "unknown"
     INVALID = "invalid"
     CONFLICT = "conflict"
+    SOURCE = "source"  # a share ticket that is not valid
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class HintsRead(NamedTuple):
     ignored: tuple[IgnoredHint, ...] = ()
 
 
-_NAMES = {*(hint.value for hint in CacheHint), TOKENS, RECEIPT}
+_NAMES = {*(hint.value for hint in CacheHint), TOKENS, RECEIPT, SHARE, SOURCE}
 
 
 def read_hints(options: object) -> HintsRead:

@@ -8,6 +8,10 @@ from typing import Any
 OPTIONS_KEY = "kvconnect"
 """Key of the options in ``kv_transfer_params``, of a request and of its response."""
 RECEIPT = "receipt"
+SHARE = "share"
+"""The engine shall answer with its share ticket, see :mod:`kvconnect.protocol.share_tickets`."""
+SOURCE = "source"
+"""Share ticket of another engine, which may have blocks of the prompt."""
 HINTS = "hints"
 """Key of what was done with a request's hints, beside its receipt."""
 

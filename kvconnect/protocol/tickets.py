@@ -15,7 +15,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,7 @@ TICKET_KEY = "kvconnect_ticket"
 STANDING_TICKET_KEY = "kvconnect_card"
 STANDING_TICKET_RANK_KEY = "kvconnect_card_rank"
 
+_DOMAIN = b"kvconnect ticket\0"
 _VERSION = 1
 _INT64_MAX = (1 << 63) - 1
 _MAC_BYTES = 32
@@ -41,6 +42,7 @@ _TRANSFER_ID = re.compile(r"[0-9a-fA-F]{32}")
 _Engine = Annotated[str, Meta(max_length=256, pattern=NO_CONTROLS)]
 _Size = Annotated[int, Meta(ge=1, le=1024)]
 _Number = Annotated[int, Meta(ge=0, le=_INT64_MAX)]
+_T = TypeVar("_T")
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -77,11 +79,7 @@ def issue(ticket: Ticket, key: bytes) -> str:
     Raises:
         Misuse: the text would be longer than ``MAX_TICKET``.
     """
-    body = _ENCODER.encode(ticket)
-    text = _text(body + _mac(body, key))
-    if len(text) > MAX_TICKET:
-        raise Misuse(f"a ticket of {len(text)} characters, at most {MAX_TICKET} are allowed")
-    return text
+    return seal(_ENCODER.encode(ticket), key, _DOMAIN)
 
 
 def verify(
@@ -98,7 +96,7 @@ def verify(
     Raises:
         Refused: field ``ticket``; the message says what is wrong.
     """
-    ticket = _open(text, (key, *also))
+    ticket = unseal(text, (key, *also), _DOMAIN, _DECODER)
     if ticket.version != _VERSION:
         raise _refused(f"is of version {ticket.version}, version {_VERSION} is known here")
     if ticket.expires + CLOCK_SKEW_S < now:
@@ -111,7 +109,26 @@ def verify(
     return ticket
 
 
-def _open(text: object, keys: Sequence[bytes]) -> Ticket:
+def seal(body: bytes, key: bytes, domain: bytes) -> str:
+    """Return the signed text of a ticket's bytes. ``domain`` is the kind of ticket.
+
+    Raises:
+        Misuse: the text would be longer than ``MAX_TICKET``.
+    """
+    text = _text(body + _mac(body, key, domain))
+    if len(text) > MAX_TICKET:
+        raise Misuse(f"a ticket of {len(text)} characters, at most {MAX_TICKET} are allowed")
+    return text
+
+
+def unseal(
+    text: object, keys: Sequence[bytes], domain: bytes, decoder: msgspec.msgpack.Decoder[_T]
+) -> _T:
+    """Return the ticket in a text that :func:`seal` made with one of the keys.
+
+    Raises:
+        Refused: field ``ticket``; the message says what is wrong.
+    """
     if not isinstance(text, str):
         raise _refused(f"is missing or no text (a {type(text).__name__})")
     if len(text) > MAX_TICKET:
@@ -123,10 +140,10 @@ def _open(text: object, keys: Sequence[bytes]) -> Ticket:
     if _text(raw) != text:  # stray bits after the last byte, or the other base64 alphabet
         raise _refused("is not base64url")
     body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
-    if not any(hmac.compare_digest(_mac(body, key), mac) for key in keys):
+    if not any(hmac.compare_digest(_mac(body, key, domain), mac) for key in keys):
         raise _refused("was cut, changed, or issued with another key: check key_file on both sides")
     try:
-        return decode_struct(_DECODER, body)
+        return decode_struct(decoder, body)
     except ProtocolError as error:
         raise _refused(f"cannot be read: {error}") from error
 
@@ -157,22 +174,27 @@ def _check_endpoints(ticket: Ticket) -> None:
             f"parallel ranks in {ticket.pp} pipeline stages"
         )
     for endpoint in ticket.endpoints:
-        try:
-            address = parse_host(endpoint.host)
-        except ValueError as error:
-            raise _refused(f"names a host that is no IP address: {error}") from error
-        if address.is_unspecified or address.is_multicast:
-            raise _refused(f"names a host that cannot be connected to: {address}")
-        if not 1 <= endpoint.port <= 0xFFFF:
-            raise _refused(f"names port {endpoint.port}")
+        check_address(endpoint.host, endpoint.port)
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise :class:`Refused` (field ``ticket``) unless a worker may listen at this address."""
+    try:
+        address = parse_host(host)
+    except ValueError as error:
+        raise _refused(f"names a host that is no IP address: {error}") from error
+    if address.is_unspecified or address.is_multicast:
+        raise _refused(f"names a host that cannot be connected to: {address}")
+    if not 1 <= port <= 0xFFFF:
+        raise _refused(f"names port {port}")
 
 
 def _text(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
-def _mac(body: bytes, key: bytes) -> bytes:
-    return hmac.digest(key, b"kvconnect ticket\0" + body, hashlib.sha256)
+def _mac(body: bytes, key: bytes, domain: bytes) -> bytes:
+    return hmac.digest(key, domain + body, hashlib.sha256)
 
 
 def _refused(why: str) -> Refused:

@@ -40,10 +40,11 @@ class Api(NamedTuple):
     method: str = "POST"
 
     def with_options(
-        self, engine: Engine, body: Body, hints: Mapping[str, float], *, receipt: bool
+        self, engine: Engine, body: Body, hints: Mapping[str, Any], *, receipt: bool
     ) -> Body:
-        """Return a body for an engine, with hints on its prompt's blocks where the engine takes
-        them; ``receipt``: the response shall say where the prompt's KV came from."""
+        """Return a body for an engine, with hints on its prompt's blocks and their source, where
+        the engine takes them; ``receipt``: the response shall say where the prompt's KV came
+        from."""
         if engine is Engine.VLLM and not self.decode_only:
             options = {**hints, RECEIPT: True} if receipt else hints
             return engine_bodies.options_body(body, options)

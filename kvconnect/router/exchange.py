@@ -215,7 +215,8 @@ class Exchange:
                 one_token = self._api.one_token
                 asked, body = bodies(choice, choice.prefill, prefill_engine, body, one_token)
                 kind = prefill_engine.worker.engine
-                asked = self._api.with_options(kind, asked, self._hints, receipt=False)
+                hints = {**self._hints, **choice.prefill.options}
+                asked = self._api.with_options(kind, asked, hints, receipt=False)
                 if choice.mode is Mode.PULL and self._api.takes_token_ids:
                     asked = engine_bodies.token_ids_too(asked)
                 computed = self._prefill(prefill_engine, choice.prefill, asked, overhead)
@@ -233,7 +234,8 @@ class Exchange:
                     prefill = asyncio.create_task(computed)
                     ends.push_async_callback(self._end_prefill, prefill)
             receipt = self._services.options.listening.receipts
-            body = self._api.with_options(decode.worker.engine, body, self._hints, receipt=receipt)
+            hints = {**self._hints, **choice.decode.options}
+            body = self._api.with_options(decode.worker.engine, body, hints, receipt=receipt)
             upstream_request = await ends.enter_async_context(
                 self._upstream_request(decode, choice.decode)
             )

@@ -15,6 +15,7 @@ from kvconnect.bounded import remember
 from kvconnect.cache.groups import CacheGroup, leading_group, longest_prefix
 from kvconnect.cache.keys import PREFIX_BYTES, block_key
 from kvconnect.offload.index import HostIndex
+from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.tiers.messages import SECONDARY_TIERS, TierAnswer
 from kvconnect.types import JobId, Tier
 
@@ -68,7 +69,8 @@ class LookupRequest(NamedTuple):
 
     ``prefix`` is the tenant and scope. ``block_names`` has, by hash, the names of blocks that the
     secondary tiers know under another name than their hash. The first ``prefetch_tokens`` tokens
-    are to be loaded at any cost, if the tiers have them.
+    are to be loaded at any cost, if the tiers have them. ``source``: the engine that is said to
+    have blocks; () if none is named.
     """
 
     hashes: Sequence[Sequence[bytes]]
@@ -77,6 +79,7 @@ class LookupRequest(NamedTuple):
     prefix: bytes = SHARED
     block_names: Mapping[bytes, bytes] = MappingProxyType({})
     prefetch_tokens: int = 0
+    source: Addresses = ()
 
     def key(self, group: int, block_hash: bytes) -> bytes:
         """Return the key of a block in the secondary tiers."""
@@ -159,12 +162,12 @@ def missing_blocks(
     index: HostIndex, groups: Sequence[CacheGroup], request: LookupRequest, misses: RecentMisses
 ) -> Iterator[Block]:
     """Yield the blocks that the host tier lacks. In a group with full attention, stop at the first
-    block that no tier has."""
+    block that no tier has. If a source is named, it may have what others lacked."""
     for number, row in request.rows(groups):
         for block_hash in row:
             if index.has(number, block_hash):
                 continue
-            if request.key(number, block_hash) not in misses:
+            if request.source or request.key(number, block_hash) not in misses:
                 yield number, block_hash
             elif groups[number].is_full:
                 break

@@ -5,15 +5,18 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.types import JobId, Tier
 
 
 @dataclass(frozen=True)
 class LookupBlocks:
-    """Find out which blocks are in the secondary tiers."""
+    """Find out which blocks are in the secondary tiers. Of other engines, only the one with workers
+    at ``source`` is asked, if that is given."""
 
     job: JobId
     keys: tuple[bytes, ...]
+    source: Addresses = ()
 
 
 @dataclass(frozen=True)

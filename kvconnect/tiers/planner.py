@@ -51,7 +51,7 @@ class TierLimits(NamedTuple):
     ``workers`` workers must answer each job, which may take ``deadline_s`` seconds. A request waits
     at most ``wait_s`` seconds, ``deadline_s`` if it asks for a prefetch. ``slots`` of the host tier
     may be pinned by write-backs, and as many by prefetches. ``reused``: write back only blocks that
-    were loaded once.
+    were loaded once. ``searches``: blocks are looked up also for requests that name no source.
     """
 
     workers: int
@@ -59,6 +59,7 @@ class TierLimits(NamedTuple):
     wait_s: float
     slots: int
     reused: bool
+    searches: bool = True
 
 
 class Promoted(NamedTuple):
@@ -241,13 +242,15 @@ class TierPlan:
 
     def _look_up(self, req_id: str, request: LookupRequest, now: float) -> bool:
         """Plan a lookup. Return False if no secondary tier can have a block."""
+        if not (self._limits.searches or request.source):
+            return False
         missing = missing_blocks(self._index, self._groups, request, self._misses)
         blocks = tuple(islice(missing, _MAX_KEYS))
         if not blocks:
             return False
         keys = tuple(request.key(*block) for block in blocks)
         number = self._jobs.add(TierJob(keys, array("q"), req_id, blocks), now)
-        self._planned.lookups.append(LookupBlocks(number, keys))
+        self._planned.lookups.append(LookupBlocks(number, keys, request.source))
         self._stats.count("tier_lookups")
         return True
 

@@ -19,20 +19,20 @@ from functools import partial
 from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.errors import Corrupt, contained
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.threads import ThreadKind, failed, make
 from kvconnect.tiers.backends import BlockOutcome, Store, Usage
 from kvconnect.tiers.messages import SECONDARY_TIERS
+from kvconnect.tiers.peers.peer_store import exists_in
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
 READERS, WRITERS = 4, 2
 """Threads of a tier for reads, which requests wait for, and for write-backs."""
-
 BATCH_BYTES = 8 << 20
 """Bytes of one call to a store: large enough for full bandwidth, small beside a job."""
-
 _LEAST_LATE_S = 1.0  # no call is late before, however little requests wait
 _MAX_QUEUED = 4096
 
@@ -187,13 +187,14 @@ class StoreThreads:
 @dataclass(eq=False)
 class BlockBatch:
     """Blocks of one call: keys, bytes of each and, except for a lookup, their host slots. No store
-    is called for them after ``expires``."""
+    is called for them after ``expires``. ``source``: see :class:`LookupBlocks`."""
 
     keys: Sequence[bytes]
     sizes: Sequence[int]
     expires: float
     done: Done
     slots: Sequence[int] = ()
+    source: Addresses = ()
     found: bytearray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -201,9 +202,8 @@ class BlockBatch:
 
 
 class TieredStore:
-    """Stores in order of speed, the fastest first. They are closed with this object. Nothing is
-    written to peers. A store that raises or is not available has nothing. A call is late after
-    ``wait_s``.
+    """Stores, the fastest first, which are closed with this object. Nothing is written to peers. A
+    store that raises or is not available has nothing. A call is late after ``wait_s``.
 
     :meth:`lookup`, :meth:`prefetch` and :meth:`write_back` return at once; until ``done`` is
     called, nobody else may use the slots. ``reports_usage``: whether :meth:`take_stats` has the
@@ -311,7 +311,7 @@ class _Read(StoreCall):
             outcomes = zip(missing, store.get(keys, views), strict=True)
             found = [n for n, outcome in outcomes if outcome is BlockOutcome.OK]
         else:
-            lengths = zip(missing, store.exists(keys), strict=True)
+            lengths = zip(missing, exists_in(store, keys, batch.source), strict=True)
             found = [n for n, length in lengths if length == batch.sizes[n]]
         for n in found:
             if self._load:

@@ -60,7 +60,8 @@ class TierWorker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         peers = stores.get(Tier.PEER)
-        self._served = peers.served if isinstance(peers, PeerStore) else None
+        self._peers = peers if isinstance(peers, PeerStore) else None
+        self._served = self._peers.served if self._peers else None
         self._tiers = TieredStore(stores, host, wait_s, reports_usage, clock)
         self._geometry = geometry
         largest = max(group.block_bytes for group in geometry.groups)
@@ -72,6 +73,11 @@ class TierWorker:
 
     def __repr__(self) -> str:
         return f"<TierWorker {self._tiers}>"
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Where other engines read blocks from this worker; None if it serves none."""
+        return self._peers.address if self._peers else None
 
     def serve(self, work: TierInstructions, overwritten: Iterable[int]) -> None:
         """Let other engines read the blocks that a step names, and no longer those in slots that
@@ -96,7 +102,8 @@ class TierWorker:
                 sizes = [self._block_bytes(key) for key in keys]
                 done = partial(self._end_batch, running, start)
                 if isinstance(job, LookupBlocks):
-                    self._tiers.lookup(BlockBatch(keys, sizes, expires, done))
+                    batch = BlockBatch(keys, sizes, expires, done, source=job.source)
+                    self._tiers.lookup(batch)
                     continue
                 batch = BlockBatch(keys, sizes, expires, done, job.slots[start:end])
                 if isinstance(job, PrefetchBlocks):

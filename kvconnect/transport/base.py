@@ -235,7 +235,7 @@ class ConnectionOptions:
 
 
 class Transport(ABC):
-    """Connections of one worker. All methods are for one thread, except ``submit`` and
+    """Connections of one worker. All methods are for one thread, except ``connect``, ``submit`` and
     ``cancel``, which any thread may call. Only ``poll``, ``listen`` and ``close`` block.
     """
 

@@ -46,6 +46,8 @@ class FakeEngine:
         self.standing_tickets = 0  # given out; 0 lifetime: none
         self.ticket_of_rank: dict[str, str] = {}
         self.standing_ticket_lifetime_s = 100.0
+        self.share_tickets = 0  # the same
+        self.share_ticket_lifetime_s = 0.0
         self.models: tuple[str, ...] = ("tiny",)
         self.well = True
         self.silent = 0  # to so many probes
@@ -103,8 +105,9 @@ class FakeEngine:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if (body.get("kv_transfer_params") or {}).get("kvconnect_card"):
-            return self._standing_ticket(request, body)
+        params = body.get("kv_transfer_params") or {}
+        if params.get("kvconnect_card") or params.get("kvconnect", {}).get("share"):
+            return self._tickets(request, body)
         self.asked.append(body)
         self.headers.append(lower(request.headers))
         self.paths.append(request.path)
@@ -114,17 +117,21 @@ class FakeEngine:
             self.dropped += 1
             raise
 
-    def _standing_ticket(self, request: web.Request, body: dict[str, Any]) -> web.Response:
+    def _tickets(self, request: web.Request, body: dict[str, Any]) -> web.Response:
         assert body["model"] == "tiny" and body["prompt"] == [1, 1] and body["max_tokens"] == 1
-        if not self.standing_ticket_lifetime_s:
+        asked, params = body["kv_transfer_params"], {}
+        if asked.get("kvconnect_card") and self.standing_ticket_lifetime_s:
+            self.standing_tickets += 1
+            text = f"standing {self.standing_tickets} of {self.port}"
+            self.ticket_of_rank[request.headers.get("x-data-parallel-rank", "")] = text
+            params["kvconnect_card"] = text
+            params["kvconnect_card_expires_in"] = self.standing_ticket_lifetime_s
+        if "kvconnect" in asked and self.share_ticket_lifetime_s:
+            self.share_tickets += 1
+            params["kvconnect_share"] = f"share {self.share_tickets} of {self.port}"
+            params["kvconnect_share_expires_in"] = self.share_ticket_lifetime_s
+        if not params:
             return web.json_response({"choices": []})
-        self.standing_tickets += 1
-        text = f"standing {self.standing_tickets} of {self.port}"
-        self.ticket_of_rank[request.headers.get("x-data-parallel-rank", "")] = text
-        params = {
-            "kvconnect_card": text,
-            "kvconnect_card_expires_in": self.standing_ticket_lifetime_s,
-        }
         return web.json_response({"choices": [], "kv_transfer_params": params})
 
 

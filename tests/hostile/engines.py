@@ -150,7 +150,7 @@ def _read(read: Callable[[Any], Any], answer: Any) -> str | None:
         said = read(answer)
     except Refused:
         return None
-    if isinstance(said, engine_bodies.StandingTicket):
+    if isinstance(said, engine_bodies.EngineTicket):
         return None if 0 < said.lifetime_s < 2**31 else f"a ticket for {said.lifetime_s} seconds"
     if read in (reports.vllm_tokens, reports.sglang_tokens, reports.sglang_metric_tokens):
         loads = Loads(10.0)

@@ -22,12 +22,14 @@ from kvconnect.tiers.messages import TierAnswer, TierInstructions
 @dataclass
 class WorkerHello(KVConnectorHandshakeMetadata):
     """A worker after its start: its host slots and their size in bytes, the (host, port) where it
-    sends blocks (None if it does not), and whether it receives blocks."""
+    hands off blocks (None if it does not), whether it receives blocks, and the (host, port) where
+    it serves blocks of host memory (None if it does not)."""
 
     num_slots: int
     slot_bytes: int
     address: tuple[str, int] | None = None
     receives: bool = False
+    serves: tuple[str, int] | None = None
 
 
 @dataclass

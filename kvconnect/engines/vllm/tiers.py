@@ -18,6 +18,7 @@ from kvconnect.cache.record_format import page_names
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
+from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.engines.vllm.translate import is_of_tokens
 from kvconnect.offload.jobs import SettledJob
 from kvconnect.offload.planner import OffloadPlan
@@ -32,6 +33,7 @@ from kvconnect.tiers import (
 from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
 from kvconnect.tiers.messages import TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
+from kvconnect.transport.security import Keys, read_key
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class TierScheduler:
         adapters: Adapters,
     ) -> None:
         workers, self._slot_bytes = sizes
+        peers = config.tiers.cache_peers
         self._writes = bool(config.tiers.disk or config.tiers.remote)
         limits = TierLimits(
             workers=workers,
@@ -70,6 +73,7 @@ class TierScheduler:
             wait_s=config.tiers.wait_s,
             slots=max(1, int(len(host.index.slots) * _SHARE)),
             reused=self._writes and config.tiers.spill == "reused",
+            searches=self._writes or bool(peers.get("ask")),
         )
         self._host = host
         groups = host.groups
@@ -79,8 +83,9 @@ class TierScheduler:
         self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks being stored, by (group, hash)
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._ended = 0.0  # when the last step ended
-        serves = config.tiers.cache_peers.get("listen", "off") != "off"
-        self._offers = Offers(host.index, serves)
+        self._offers = Offers(host.index, peers.get("listen", "off") != "off")
+        keys = Keys(read_key(config.network), config.network.key_file) if peers else Keys()
+        self.shares = ShareTickets(keys, host.stats)
         shared = (host.index, groups, host.stats)
         self.plan = TierPlan(*shared, limits, self._choose, self._fetched)
 
@@ -93,7 +98,9 @@ class TierScheduler:
     ) -> bool:
         """Look up a request's tokens [start, end); return whether it should ask again later."""
         hinted = self._host.hints.prefetch_tokens(request.request_id)
-        wanted = self._names.wanted(request, hashes, tokens)._replace(prefetch_tokens=hinted)
+        wanted = self._names.wanted(request, hashes, tokens)
+        source = self.shares.source(request.request_id)
+        wanted = wanted._replace(prefetch_tokens=hinted, source=source)
         return self.plan.lookup(request.request_id, wanted, now)
 
     def admitted(

@@ -115,6 +115,7 @@ class ConnectorWorker:
             slot_bytes=store.slot_bytes if store else 0,
             address=agent.address if agent else None,
             receives=agent is not None,
+            serves=self._tiers.address if self._tiers else None,
         )
 
     def release_caches(self) -> None:

@@ -137,9 +137,11 @@ class Membership:
                         logger.warning("%s: %s", source, error)
 
     def _adopt(self, upstream: Upstream, source: str) -> Watcher:
-        watcher = Watcher(upstream, self._pool, self._metrics)
-        self._watchers[upstream], self._source[upstream] = watcher, source
         index = self._indexes.get(upstream.role)
+        computes = upstream.role is Role.PREFILL or self._fleet.unified
+        shares = computes and index is not None
+        watcher = Watcher(upstream, self._pool, self._metrics, shares=shares)
+        self._watchers[upstream], self._source[upstream] = watcher, source
         if index is not None and upstream.worker.events:
             reading = partial(subscribe, upstream, index, self._metrics.count)
             reader = self._background(TaskKind.EVENTS, upstream.url, reading)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.router.fleet.pairing import EnginePair, Pairing
-from kvconnect.router.http.engine_bodies import StandingTicket
+from kvconnect.router.http.engine_bodies import EngineTicket, TicketKind
 from kvconnect.router.http.http1 import BaseUrl
 from kvconnect.router.options import RouterOptions, Worker
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
@@ -77,7 +77,8 @@ class Upstream:
         self.open = 0  # requests in progress, or announced by awaited()
         self.breaker = engine_breaker()
         self.signals = Signals()
-        self._standing_tickets: dict[int, tuple[str, float]] = {}  # rank -> text, expiry time
+        # (kind, rank) -> text, expiry time
+        self._tickets: dict[tuple[TicketKind, int], tuple[str, float]] = {}
         self._changed = changed
 
     @property
@@ -102,15 +103,14 @@ class Upstream:
             self.index,
             self.up and not self.draining,
             ranks,
-            tuple(self._standing_ticket(rank, now) for rank in range(len(ranks)))
-            if self._standing_tickets
-            else (),
+            self._tickets_of(TicketKind.STANDING, len(ranks), now),
             self.worker.engine,
             frozenset(self.info.models),
             self.worker.version or self.info.version,
             self.url,
             self.breaker.allows(now),
             proven,
+            self._tickets_of(TicketKind.SHARE, len(ranks), now),
         )
 
     def mark(self, *, up: bool) -> None:
@@ -123,7 +123,7 @@ class Upstream:
             self.signals.down.clear()
             self.signals.up.set()
         else:
-            self._standing_tickets.clear()  # it may come back restarted
+            self._tickets.clear()  # it may come back restarted
             self.loads.forget()
             self.signals.up.clear()
             self.signals.down.set()
@@ -154,16 +154,17 @@ class Upstream:
         finally:
             self.open -= 1
 
-    def hold_standing_ticket(
-        self, rank: int, standing_ticket: StandingTicket, asked: float
-    ) -> None:
-        """Keep a standing ticket requested at time ``asked``, unless the engine is down."""
+    def hold_ticket(self, kind: TicketKind, rank: int, ticket: EngineTicket, asked: float) -> None:
+        """Keep a ticket requested at time ``asked``, unless the engine is down."""
         if self.up:
-            self._standing_tickets[rank] = standing_ticket.text, asked + standing_ticket.lifetime_s
+            self._tickets[kind, rank] = ticket.text, asked + ticket.lifetime_s
 
-    def _standing_ticket(self, rank: int, now: float) -> str | None:
-        text, ends = self._standing_tickets.get(rank, ("", 0.0))
-        return text if now < ends else None
+    def _tickets_of(self, kind: TicketKind, ranks: int, now: float) -> tuple[str | None, ...]:
+        """Return the valid tickets by rank."""
+        if not self._tickets:
+            return ()
+        held = (self._tickets.get((kind, rank), ("", 0.0)) for rank in range(ranks))
+        return tuple(text if now < ends else None for text, ends in held)
 
 
 class FleetObserver(Protocol):

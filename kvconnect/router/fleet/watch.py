@@ -21,6 +21,7 @@ from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.fleet.upstreams import Upstream
 from kvconnect.router.http import engine_bodies
+from kvconnect.router.http.engine_bodies import TicketKind
 from kvconnect.router.http.http1 import (
     BaseUrl,
     ConnectionLost,
@@ -43,7 +44,8 @@ LEARN_EVERY_S = 30.0  # adapters are loaded and unloaded while an engine runs
 RETRY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0  # a request for a standing ticket queues behind real prefills
-_RENEW_AT = 0.5  # share of its lifetime after which a standing ticket is renewed
+_RENEW_AT = 0.5  # part of its lifetime after which a ticket is renewed
+NOT_SHARED_S = 120.0  # an engine that offered no share ticket is asked again in half that time
 
 FAILED = (Unreachable, ConnectionLost, asyncio.TimeoutError, Refused)
 """Errors of a request to an engine."""
@@ -52,12 +54,16 @@ _T = TypeVar("_T")
 
 
 class Watcher:
-    """The background tasks of one engine."""
+    """The background tasks of one engine. ``shares``: vLLM's is asked for share tickets."""
 
-    def __init__(self, upstream: Upstream, pool: ConnectionPool, metrics: RouterMetrics) -> None:
+    def __init__(
+        self, upstream: Upstream, pool: ConnectionPool, metrics: RouterMetrics, *, shares: bool
+    ) -> None:
         self._upstream = upstream
         self._pool = pool
         self._metrics = metrics
+        wanted = {TicketKind.STANDING: upstream.role is Role.PREFILL, TicketKind.SHARE: shares}
+        self._kinds = [kind for kind, is_wanted in wanted.items() if is_wanted]
         self._late = 0  # probes in a row that were not answered in time
         self._polled = asyncio.Event()  # the number of ranks is known, if reported
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,8 +76,8 @@ class Watcher:
             TaskKind.LEARN: self._learn_for_ever,
             TaskKind.LOAD: partial(self._poll_for_ever, load_interval_s),
         }
-        if upstream.role is Role.PREFILL and upstream.worker.engine is Engine.VLLM:
-            work[TaskKind.STANDING_TICKETS] = self._keep_standing_tickets
+        if self._kinds and upstream.worker.engine is Engine.VLLM:
+            work[TaskKind.STANDING_TICKETS] = self._keep_tickets
         keep = Supervisor(self._metrics.count).keep
         self._tasks = [keep(kind, upstream.url, each) for kind, each in work.items()]
 
@@ -212,8 +218,8 @@ class Watcher:
         good = _body_of("/v1/loads", (status, answer))
         return self._read(InputKind.LOAD, reports.sglang_tokens, good)
 
-    async def _keep_standing_tickets(self) -> None:
-        """Renew standing tickets early, and at once when the engine comes back."""
+    async def _keep_tickets(self) -> None:
+        """Renew tickets early, and at once when the engine comes back."""
         upstream = self._upstream
         await self._polled.wait()
         while True:
@@ -221,37 +227,41 @@ class Watcher:
             ranks = len(upstream.loads.at(time.monotonic()))
             pause = RETRY_S
             try:
-                pause = min(
-                    [await self._fetch_standing_ticket(rank, ranks) for rank in range(ranks)]
-                )
+                pause = min([await self._fetch_tickets(rank, ranks) for rank in range(ranks)])
             except FAILED as error:
-                logger.warning(
-                    "no standing ticket from %s, so its KV is pulled: %s",
-                    upstream.url,
-                    error or "late",
-                )
-                self._metrics.count("standing_ticket_fetches", upstream.url, "failed")
+                if TicketKind.STANDING in self._kinds:
+                    text = "no standing ticket from %s, so its KV is pulled: %s"
+                    logger.warning(text, upstream.url, error or "late")
+                    self._metrics.count("standing_ticket_fetches", upstream.url, "failed")
+                else:
+                    logger.warning("no share ticket from %s: %s", upstream.url, error or "late")
             await wait(upstream.signals.down, pause)
 
-    async def _fetch_standing_ticket(self, rank: int, ranks: int) -> float:
-        """Fetch a rank's standing ticket; return the seconds until the next fetch."""
+    async def _fetch_tickets(self, rank: int, ranks: int) -> float:
+        """Fetch a rank's tickets; return the seconds until the next fetch."""
         asked = time.monotonic()
         base = self._upstream.base
         model = next(iter(reports.models_of(await self.get("/v1/models"))))
         body = json.dumps(
-            engine_bodies.standing_ticket_body(model, rank if ranks > 1 else None)
+            engine_bodies.tickets_body(model, rank if ranks > 1 else None, self._kinds)
         ).encode()
         headers = {engine_bodies.RANK_HEADER: str(rank)} if ranks > 1 else {}
         head = request_head(base, "POST", "/v1/completions", headers, len(body))
-        answer = await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
-        standing_ticket = self._read(
-            InputKind.STANDING_TICKET,
-            engine_bodies.standing_ticket_of,
-            _body_of("/v1/completions", answer),
+        answer = _body_of(
+            "/v1/completions", await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
         )
-        self._metrics.count("standing_ticket_fetches", self._upstream.url, "ok")
-        self._upstream.hold_standing_ticket(rank, standing_ticket, asked)
-        return standing_ticket.lifetime_s * _RENEW_AT
+        lifetime_s = NOT_SHARED_S
+        share = engine_bodies.share_ticket_of(answer) if TicketKind.SHARE in self._kinds else None
+        if share is not None:
+            self._upstream.hold_ticket(TicketKind.SHARE, rank, share, asked)
+            lifetime_s = share.lifetime_s
+        if TicketKind.STANDING in self._kinds:
+            read = engine_bodies.standing_ticket_of
+            standing = self._read(InputKind.STANDING_TICKET, read, answer)
+            self._metrics.count("standing_ticket_fetches", self._upstream.url, "ok")
+            self._upstream.hold_ticket(TicketKind.STANDING, rank, standing, asked)
+            lifetime_s = min(lifetime_s, standing.lifetime_s)
+        return lifetime_s * _RENEW_AT
 
 
 def _text_of(read: Callable[[str], _T]) -> Callable[[bytes], _T]:

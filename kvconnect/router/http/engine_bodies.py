@@ -7,14 +7,16 @@ client could make an engine connect to any address.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import Refused
-from kvconnect.protocol.options import OPTIONS_KEY
+from kvconnect.protocol.options import OPTIONS_KEY, SHARE
+from kvconnect.protocol.share_tickets import SHARE_EXPIRY_KEY, SHARE_TICKET_KEY
 from kvconnect.router.body import Body
 
 _PARAMS = "kv_transfer_params"
@@ -44,8 +46,15 @@ class BootstrapRoom(NamedTuple):
     rank: int | None
 
 
-class StandingTicket(NamedTuple):
-    """A prefill engine's signed standing ticket, valid for any decode engine's requests."""
+class TicketKind(str, Enum):
+    """A signed ticket of an engine that is valid for many requests."""
+
+    STANDING = "standing"  # to receive what it computes
+    SHARE = "share"  # to read what it has cached
+
+
+class EngineTicket(NamedTuple):
+    """The text of a ticket, and the seconds for which it is valid."""
 
     text: str
     lifetime_s: float
@@ -124,11 +133,15 @@ def transfer_of(asked: Body) -> str:
     return str(asked[_PARAMS]["transfer_id"])
 
 
-def standing_ticket_body(model: str, rank: int | None) -> dict[str, Any]:
-    """Return the request for a standing ticket; ``rank``: None if the engine has one rank."""
-    params: dict[str, Any] = {"do_remote_decode": True, _STANDING_TICKET: True}
-    if rank is not None:
-        params[_RANK] = rank
+def tickets_body(model: str, rank: int | None, kinds: Collection[TicketKind]) -> dict[str, Any]:
+    """Return the request for tickets; ``rank``: None if the engine has one rank."""
+    params: dict[str, Any] = {}
+    if TicketKind.STANDING in kinds:
+        params = {"do_remote_decode": True, _STANDING_TICKET: True}
+        if rank is not None:
+            params[_RANK] = rank
+    if TicketKind.SHARE in kinds:
+        params[OPTIONS_KEY] = {SHARE: True}
     # vLLM's CPU engine dies of prompts of one token with some models (Qwen3.5).
     return {"model": model, "prompt": [1, 1], "max_tokens": 1, _PARAMS: params}
 
@@ -194,7 +207,7 @@ def cached_tokens_of(answer: bytes) -> int | None:
     return found.cached_tokens if found else None
 
 
-def standing_ticket_of(answer: bytes) -> StandingTicket:
+def standing_ticket_of(answer: bytes) -> EngineTicket:
     """Return the standing ticket in a prefill engine's response.
 
     Raises:
@@ -203,12 +216,31 @@ def standing_ticket_of(answer: bytes) -> StandingTicket:
     params = json_object(answer).get(_PARAMS)
     if not isinstance(params, dict):
         raise Refused("answer", "it offers no hand-off: is KVConnect its KV connector?")
-    text, lifetime = params.get(_STANDING_TICKET), params.get(_STANDING_TICKET_EXPIRY)
-    if not isinstance(text, str) or not text.isascii():
+    ticket = _ticket(params, _STANDING_TICKET, _STANDING_TICKET_EXPIRY)
+    if ticket is None:
         raise Refused("answer", f"it has no usable {_STANDING_TICKET}")
+    return ticket
+
+
+def share_ticket_of(answer: bytes) -> EngineTicket | None:
+    """Return the share ticket in an engine's response, None if it offers none.
+
+    Raises:
+        Refused: the response is not a JSON object.
+    """
+    params = json_object(answer).get(_PARAMS)
+    if not isinstance(params, dict):
+        return None
+    return _ticket(params, SHARE_TICKET_KEY, SHARE_EXPIRY_KEY)
+
+
+def _ticket(params: Mapping[str, Any], key: str, expiry: str) -> EngineTicket | None:
+    text, lifetime = params.get(key), params.get(expiry)
+    if not isinstance(text, str) or not text.isascii():
+        return None
     if isinstance(lifetime, int | float) and 0 < lifetime < 2**31:
-        return StandingTicket(text, float(lifetime))
-    raise Refused("answer", f"it has no usable {_STANDING_TICKET}")
+        return EngineTicket(text, float(lifetime))
+    return None
 
 
 def error_in(event: bytes) -> tuple[int, bytes] | None:

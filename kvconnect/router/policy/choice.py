@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from kvconnect.errors import KVConnectError, Refused
+from kvconnect.protocol.options import SOURCE
 from kvconnect.router.apis import COMPLETIONS, Api
 from kvconnect.router.body import Prompt
 from kvconnect.router.options import RouterOptions
@@ -28,6 +29,9 @@ from kvconnect.router.policy.ranking import (
 
 Cause = Literal["unreachable", "error"]
 """Why a request to an engine failed: no connection or a broken one, or an error response."""
+SOURCE_MIN_TOKENS = 256
+"""More tokens that a source must have than the chosen target: asking it takes a step of the engine,
+in which fewer are computed."""
 _SHOWN = 200  # characters of a client's input that are shown
 
 
@@ -75,12 +79,19 @@ class TargetChoice(NamedTuple):
     Attributes:
         tokens: prompt tokens that the target has to compute or receive.
         hit: prompt tokens that the target is expected to have cached.
+        source: share ticket of an engine that has clearly more of them; may be empty.
     """
 
     target: Target
     why: RankingReason
     tokens: int = 0
     hit: int = 0
+    source: str = ""
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What the request says of its prompt's blocks."""
+        return {SOURCE: self.source} if self.source else {}
 
 
 class RoutingChoice(NamedTuple):
@@ -166,6 +177,7 @@ def choose(
     if alone and decode:
         reason = RoutingReason.API if request.api.decode_only else RoutingReason.UNIFIED
         target_choice = _choose_target(options.decode_policy, decode, request, Role.DECODE, options)
+        target_choice = _with_source(target_choice, decode, request.hits.get(Role.DECODE, {}))
         return RoutingChoice(Mode.PLAIN, reason, None, target_choice)
     decode_only = (
         [] if request.prompt.single else [w for w in decode if w.engine is not Engine.SGLANG]
@@ -187,6 +199,8 @@ def choose(
     prefill_choice = _choose_target(
         options.prefill_policy, group.prefill, request, Role.PREFILL, options
     )
+    hits = request.hits.get(Role.PREFILL, {})
+    prefill_choice = _with_source(prefill_choice, group.prefill, hits)
     decode_choice = _choose_target(
         options.decode_policy, kept or group.decode, request, Role.DECODE, options
     )
@@ -339,6 +353,24 @@ def _choose_target(
         found = pick(policy, _candidates(workers, hits), job)
     hit = hits.get(found.candidate.target, CacheHit()).tokens
     return TargetChoice(found.candidate.target, found.why, max(0, request.prompt.tokens - hit), hit)
+
+
+def _with_source(
+    chosen: TargetChoice, workers: Sequence[WorkerView], hits: Mapping[Target, CacheHit]
+) -> TargetChoice:
+    """Return the choice with the share ticket of the target that has the most of the prompt, if
+    that is clearly more than the chosen one has, and both share."""
+    tickets = {
+        target: (hits.get(target, CacheHit()).readable, -load.own, ticket)
+        for worker in workers
+        for target, load in worker.targets()
+        if (ticket := worker.share_ticket(target.rank))
+    }
+    if chosen.target not in tickets:
+        return chosen
+    readable, _, ticket = max(tickets.values())
+    more = readable - chosen.hit >= SOURCE_MIN_TOKENS
+    return chosen._replace(source=ticket) if more else chosen
 
 
 def _candidates(workers: Sequence[WorkerView], hits: Mapping[Target, CacheHit]) -> list[Candidate]:

@@ -61,6 +61,7 @@ class WorkerView:
         name: its URL; equal after restarts and in all routers.
         trusted: it has not just failed several requests. Untrusted engines are a last resort.
         proven: a probe has moved KV from or to it. Others are a last resort.
+        share_tickets: by rank, as ``standing_tickets``; of engines that others may read from.
     """
 
     index: int
@@ -73,6 +74,7 @@ class WorkerView:
     name: str = ""
     trusted: bool = True
     proven: bool = False
+    share_tickets: tuple[str | None, ...] = ()
 
     def targets(self) -> list[tuple[Target, TargetLoad]]:
         """Return its targets with their loads."""
@@ -82,8 +84,11 @@ class WorkerView:
 
     def standing_ticket(self, rank: int | None) -> str | None:
         """Return its valid standing ticket for a rank, None if there is none."""
-        index = rank or 0
-        return self.standing_tickets[index] if index < len(self.standing_tickets) else None
+        return _of_rank(self.standing_tickets, rank)
+
+    def share_ticket(self, rank: int | None) -> str | None:
+        """Return its valid share ticket for a rank, None if there is none."""
+        return _of_rank(self.share_tickets, rank)
 
     def serves(self, model: str) -> bool:
         """Whether it may serve ``model``; true while its models are unknown. SGLang accepts an
@@ -100,6 +105,11 @@ class WorkerView:
             and _agree(self.version, other.version)
             and (not self.models or not other.models or bool(self.models & other.models))
         )
+
+
+def _of_rank(tickets: Sequence[str | None], rank: int | None) -> str | None:
+    index = rank or 0
+    return tickets[index] if index < len(tickets) else None
 
 
 def _agree(one: str, other: str) -> bool:

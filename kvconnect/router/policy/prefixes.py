@@ -52,10 +52,12 @@ EngineHash = int | bytes
 
 
 class CacheHit(NamedTuple):
-    """Cached tokens of a prompt, and their worth in computed tokens."""
+    """Cached tokens of a prompt, their worth in computed tokens, and how many of the first ones
+    other engines can read."""
 
     tokens: int = 0
     worth: float = 0.0
+    readable: int = 0
 
 
 CacheHits = Mapping[Role, Mapping[Target, CacheHit]]
@@ -178,6 +180,7 @@ class PrefixIndex:
 
     def _match(self, tokens: Sequence[int], size: int) -> dict[Target, CacheHit]:
         ended: dict[Target, CacheHit] = {}
+        unread: dict[Target, int] = {}  # tokens before the first one that others cannot read
         going: dict[Target, float] | None = None  # worth so far of targets that have all blocks
         before, start = size, 0
         while start + size <= len(tokens):
@@ -188,14 +191,16 @@ class PrefixIndex:
             if going is None:
                 going = dict.fromkeys(here, 0.0)
             for target in [target for target in going if target not in here]:
-                ended[target] = CacheHit(start, going.pop(target))
+                ended[target] = CacheHit(start, going.pop(target), unread.get(target, start))
             if not going:
                 break
             for target in going:
                 going[target] += size * _worth(here[target])
+                if not here[target] & _READABLE:
+                    unread.setdefault(target, start)
             start += size
         for target, worth in (going or {}).items():
-            ended[target] = CacheHit(start, worth)
+            ended[target] = CacheHit(start, worth, unread.get(target, start))
         return ended
 
     def _rename(
@@ -235,6 +240,7 @@ def _block_name(before: BlockName, tokens: Sequence[int]) -> BlockName:
     return hash((before, *tokens))
 
 
+_READABLE = 1 << CacheTier.DEVICE | 1 << CacheTier.HOST  # what is on a device is stored on its host
 _WORTH_OF = tuple(
     max((TIER_WORTH[tier] for tier in CacheTier if tiers >> tier & 1), default=0.0)
     for tiers in range(1 << len(CacheTier))
@@ -309,8 +315,8 @@ class History:
         """Return the longest prefix of a prompt that each target was sent, if any."""
         found = self._index.match(chunk_hashes)
         return {
-            target: CacheHit(hit.tokens * CHUNK_TOKENS, hit.worth * CHUNK_TOKENS)
-            for target, hit in found.items()
+            target: CacheHit(tokens * CHUNK_TOKENS, worth * CHUNK_TOKENS, readable * CHUNK_TOKENS)
+            for target, (tokens, worth, readable) in found.items()
         }
 
     def sent(self, target: Target, chunk_hashes: Sequence[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvconnect.errors import ProtocolError
@@ -26,7 +26,7 @@ class _Question:
 
 
 class Questions:
-    """Questions to all sources. :meth:`find` is for any thread, the rest for the one that polls the
+    """Questions to sources. :meth:`find` is for any thread, the rest for the one that polls the
     transport. ``wait_s``: how long it waits for answers."""
 
     def __init__(self, sources: CacheSources, wait_s: float, clock: Callable[[], float]) -> None:
@@ -35,11 +35,14 @@ class Questions:
         self._clock = clock
         self._open: dict[int, _Question] = {}
 
-    def find(self, keys: Sequence[bytes], groups: Sequence[int]) -> list[Holders]:
-        """Ask all sources at once, and wait for their answers until the deadline. Return for each
-        key who has it; ``groups`` are the keys' groups."""
+    def find(
+        self, keys: Sequence[bytes], groups: Sequence[int], peers: Collection[PeerId]
+    ) -> list[Holders]:
+        """Ask ``peers`` at once, those that can be asked, and wait for their answers until the
+        deadline. Return for each key who has it; ``groups`` are the keys' groups."""
         with self._sources.changed:
-            asked = {next(self._sources.numbers): question for question in self._ask(len(keys))}
+            questions = self._ask(len(keys), peers)
+            asked = {next(self._sources.numbers): question for question in questions}
             self._open.update(asked)
         for number, question in asked.items():
             some = list(keys[question.first : question.first + question.count])
@@ -72,9 +75,9 @@ class Questions:
                     question.found = b""
             self._sources.changed.notify_all()
 
-    def _ask(self, count: int) -> Iterator[_Question]:
+    def _ask(self, count: int, peers: Collection[PeerId]) -> Iterator[_Question]:
         now = self._clock()
-        sources = [each for each in self._sources.all() if each.breaker.enter(now)]
+        sources = [each for each in self._sources.of(peers) if each.breaker.enter(now)]
         for first, source in itertools.product(range(0, count, MAX_ASKED), sources):
             yield _Question(source, first, min(MAX_ASKED, count - first))
 

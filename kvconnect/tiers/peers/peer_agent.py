@@ -18,7 +18,6 @@ import msgspec
 
 from kvconnect import threads
 from kvconnect.cache.head_shards import HeadUnit
-from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.config import Config, listen_address
 from kvconnect.errors import ConfigError, KVConnectError, ProtocolError, contained
 from kvconnect.offload.host_arena import HostArena
@@ -31,9 +30,11 @@ from kvconnect.protocol.cache_messages import (
     encode,
 )
 from kvconnect.protocol.codec import PROTOCOL, common_protocol
+from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import StoreMeter, parse_settings
-from kvconnect.tiers.peers.asking import Questions
+from kvconnect.tiers.peers.asking import Holders, Questions
+from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads
 from kvconnect.tiers.peers.served import ServedBlocks
 from kvconnect.tiers.peers.serving import GroupUnits, SendLimit, Serving
@@ -62,7 +63,6 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
 _MOST_ADDRESSES = 256
-_LONGEST_RETRY_S = 5.0  # engines of a fleet start within minutes of one another
 
 
 class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,46 +134,6 @@ class ArenaMemory:
     incoming = outgoing
 
 
-class _Dialler:
-    """Connects to the configured workers, and again with back-off when a connection is lost."""
-
-    def __init__(self, transport: Transport, addresses: Sequence[tuple[str, int]]) -> None:
-        self._transport = transport
-        self._breakers = {address: CircuitBreaker(1, _LONGEST_RETRY_S) for address in addresses}
-        self._dialled: dict[PeerId, tuple[str, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self._breakers)
-
-    def connect(self, now: float) -> None:
-        """Connect to the workers that no connection is open to."""
-        open_now = set(self._dialled.values())
-        for address, breaker in self._breakers.items():
-            if address not in open_now and breaker.enter(now):
-                self._dialled[self._transport.connect(*address)] = address
-
-    def address(self, peer: PeerId) -> tuple[str, int] | None:
-        """Return where a peer listens; None if it connected to this worker."""
-        return self._dialled.get(peer)
-
-    def answered(self, peer: PeerId) -> None:
-        """A worker is there."""
-        if peer in self._dialled:
-            self._breakers[self._dialled[peer]].succeeded()
-
-    def forget(self, peer: PeerId) -> None:
-        """Never connect to an address again: this worker itself listens there."""
-        if peer in self._dialled:
-            self._breakers.pop(self._dialled[peer], None)
-            self._transport.submit(Disconnect(peer, "this is the worker itself"))
-
-    def lost(self, peer: PeerId, now: float) -> None:
-        """A connection is lost."""
-        address = self._dialled.pop(peer, None)
-        if address in self._breakers:
-            self._breakers[address].failed(now)
-
-
 @dataclass
 class _Connection:
     """A connection that is up. ``agreed``: both sides keep the same blocks."""
@@ -240,7 +200,7 @@ class PeerAgent:
         )
         served, limit = ServedBlocks(host.num_slots), SendLimit(options.serve_rate, clock)
         self._serving = Serving(transport, served, host, groups, limit, self._meter)
-        self._dialler = _Dialler(transport, options.addresses())
+        self._dialler = Dialler(sources, options.addresses(), clock)
         self._peers: dict[PeerId, _Connection] = {}
         self._closed = threading.Event()
         transport.register(ArenaMemory(host))
@@ -257,6 +217,18 @@ class PeerAgent:
     def served(self) -> ServedBlocks:
         """What others may read; any thread may change it."""
         return self._serving.served
+
+    @property
+    def available(self) -> bool:
+        """Whether a configured worker can be asked, or none is configured. For any thread."""
+        return self._dialler.available
+
+    def find(
+        self, keys: Sequence[bytes], groups: Sequence[int], source: Addresses = ()
+    ) -> list[Holders]:
+        """Ask the workers at ``source``, or else the configured ones; see :meth:`Questions.find`.
+        For any thread."""
+        return self.reader.questions.find(keys, groups, self._dialler.peers(source))
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return the counts since the last call. Any thread may call this."""
@@ -275,7 +247,7 @@ class PeerAgent:
             now = time.monotonic()
             if now - ticked >= _TICK_S:
                 ticked = now
-                self._dialler.connect(now)
+                self._dialler.tick(now)
             for event in self._transport.poll(_TICK_S):
                 with contained(partial(self._end, event.peer)):
                     self._on_event(event)
@@ -323,15 +295,15 @@ class PeerAgent:
         if hello.engine == self._hello.engine:
             self._dialler.forget(peer)
             return
-        self._dialler.answered(peer)
         address = self._dialler.address(peer)
         if hello.format != self._hello.format:
             logger.warning("the peer at %s keeps other blocks: nothing is shared", address or peer)
-            return
-        if address is not None:
-            same = hello.layout == self._hello.layout
-            self.reader.sources.add(peer, connection.path, hello, same)
-        connection.agreed = True
+        else:
+            if address is not None:
+                same = hello.layout == self._hello.layout
+                self.reader.sources.add(peer, connection.path, hello, same)
+            connection.agreed = True
+        self._dialler.answered(peer)
 
     def _on_down(self, event: PeerDown) -> None:
         self._peers.pop(event.peer, None)

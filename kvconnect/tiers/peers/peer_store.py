@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvconnect.bounded import remember
 from kvconnect.cache.keys import group_of
 from kvconnect.errors import Misuse
+from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     BlockOutcome,
@@ -48,6 +49,11 @@ class PeerStore(Store):
     def served(self) -> ServedBlocks:
         """What other engines may read."""
         return self._agent.served
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Where other engines read it; None if they cannot."""
+        return self._agent.address
 
     def block_bytes(self, key: bytes) -> int:
         """Return the bytes of a block of a key's group; 0 if there is no such group."""
@@ -87,9 +93,14 @@ class PeerStore(Store):
         return outcomes
 
     def exists(self, keys: Sequence[bytes]) -> list[int]:
+        return self.find(keys)
+
+    def find(self, keys: Sequence[bytes], source: Addresses = ()) -> list[int]:
+        """Return the lengths of blocks as :meth:`exists`. Only the workers at ``source`` are asked,
+        if it is given; else those of the configuration."""
         check_keys(keys)
         known = [key for key in keys if self.block_bytes(key)]
-        found = self._agent.reader.questions.find(known, [group_of(key) for key in known])
+        found = self._agent.find(known, [group_of(key) for key in known], source)
         holders = dict(zip(known, found, strict=True))
         with self._lock:
             for key, peers in holders.items():
@@ -102,7 +113,7 @@ class PeerStore(Store):
         return [BlockOutcome.ABSENT] * len(keys)
 
     def usage(self) -> Usage:
-        return Usage(-1, 0, 0, bool(len(self._agent.reader.sources)))
+        return Usage(-1, 0, 0, self._agent.available)
 
     def take_stats(self) -> OffloadingConnectorStats | None:
         taken = OffloadingConnectorStats()
@@ -120,3 +131,8 @@ class PeerStore(Store):
         if rest or not 0 <= slot < self._host.num_slots:
             raise Misuse("a buffer is not a slot of the host tier")
         return slot
+
+
+def exists_in(store: Store, keys: Sequence[bytes], source: Addresses) -> list[int]:
+    """Return ``store.exists(keys)``. Of other engines, only ``source`` is asked, if it is given."""
+    return store.find(keys, source) if isinstance(store, PeerStore) else store.exists(keys)

@@ -71,10 +71,6 @@ class CacheSources:
         with self.changed:
             self._sources.pop(peer, None)
 
-    def all(self) -> list[CacheSource]:
-        """Return all workers. The caller holds ``changed``."""
-        return list(self._sources.values())
-
     def of(self, peers: Iterable[PeerId]) -> list[CacheSource]:
         """Return those of some workers that are still there. The caller holds ``changed``."""
         return [self._sources[peer] for peer in peers if peer in self._sources]

@@ -60,27 +60,31 @@ def told(*events: Any) -> PrefixIndex:
 
 
 def test_events_of_both_engines_and_of_older_ones() -> None:
-    assert told(stored(TOKENS)).match(TOKENS) == {A: CacheHit(16, 16.0)}
+    assert told(stored(TOKENS)).match(TOKENS) == {A: CacheHit(16, 16.0, 16)}
     old = ["BlockStored", [1, 2, 3, 4], None, TOKENS, 4, None, "GPU"]
-    assert told(old).match(TOKENS) == {A: CacheHit(16, 16.0)}
-    assert told(stored(TOKENS), ["BlockRemoved", [3], "GPU"]).match(TOKENS) == {A: CacheHit(8, 8.0)}
+    assert told(old).match(TOKENS) == {A: CacheHit(16, 16.0, 16)}
+    assert told(stored(TOKENS), ["BlockRemoved", [3], "GPU"]).match(TOKENS) == {
+        A: CacheHit(8, 8.0, 8)
+    }
     assert told(stored(TOKENS), {"type": "AllBlocksCleared"}).match(TOKENS) == {}
     names = [bytes([n]) * 32 for n in range(4)]
-    assert told(stored(TOKENS, block_hashes=names)).match(TOKENS) == {A: CacheHit(16, 16.0)}
+    assert told(stored(TOKENS, block_hashes=names)).match(TOKENS) == {A: CacheHit(16, 16.0, 16)}
     pinned = stored([], block_hashes=[1, 2], medium="CPU_PINNED")
-    assert told(stored(TOKENS), pinned, removed(1, 2, 3, 4)).match(TOKENS) == {A: CacheHit(8, 7.2)}
-    assert told({"type": "Unheard"}, 7, stored(TOKENS)).match(TOKENS) == {A: CacheHit(16, 16.0)}
+    assert told(stored(TOKENS), pinned, removed(1, 2, 3, 4)).match(TOKENS) == {
+        A: CacheHit(8, 7.2, 8)
+    }
+    assert told({"type": "Unheard"}, 7, stored(TOKENS)).match(TOKENS) == {A: CacheHit(16, 16.0, 16)}
 
 
 def test_an_index_keeps_so_many_blocks_and_sizes_of_a_target() -> None:
     index = PrefixIndex(most=3)
     feed = RankEvents(A, index)
     feed.receive(0, batch(stored(TOKENS)))
-    assert index.match(TOKENS) == {A: CacheHit(12, 12.0)}, "the fourth was left out"
+    assert index.match(TOKENS) == {A: CacheHit(12, 12.0, 12)}, "the fourth was left out"
     feed.receive(1, batch(removed(1, 2, 3)))
     assert len(index) == 0
     feed.receive(2, batch(stored(TOKENS[:8], first=11)))
-    assert index.match(TOKENS) == {A: CacheHit(8, 8.0)}, "there is room again"
+    assert index.match(TOKENS) == {A: CacheHit(8, 8.0, 8)}, "there is room again"
 
     index = PrefixIndex()
     feed = RankEvents(A, index)
@@ -99,13 +103,13 @@ def test_a_hash_that_names_another_block_leaves_nothing_behind() -> None:
     for number in range(100):
         tokens = [number] * 4
         feed.receive(number, batch(stored(tokens)))
-        assert index.match(tokens) == {A: CacheHit(4, 4.0)}
+        assert index.match(tokens) == {A: CacheHit(4, 4.0, 4)}
         assert len(index) == 1
 
 
 def test_tokens_that_come_in_pairs() -> None:
     pairs = [list(pair) for pair in zip(TOKENS, [*TOKENS[1:], 7], strict=True)]
-    assert told(stored(TOKENS, token_ids=pairs)).match(TOKENS) == {A: CacheHit(16, 16.0)}
+    assert told(stored(TOKENS, token_ids=pairs)).match(TOKENS) == {A: CacheHit(16, 16.0, 16)}
     index = PrefixIndex()
     with pytest.raises(Refused):
         RankEvents(A, index).receive(0, batch(stored(TOKENS, token_ids=[[]] * 16)))
@@ -135,12 +139,12 @@ def test_a_sliding_window_takes_no_prefix_with_it() -> None:
     index = PrefixIndex()
     feed = RankEvents(A, index)
     assert feed.receive(0, batch(whole, window, removed(1, 2, group_idx=1), old))
-    assert index.match(TOKENS) == {A: CacheHit(16, 16.0)}
+    assert index.match(TOKENS) == {A: CacheHit(16, 16.0, 16)}
     untold = stored([], block_hashes=[4], medium="CPU", group_idx=1)
     assert feed.receive(1, batch(untold, removed(4, group_idx=0)))
-    assert index.match(TOKENS) == {A: CacheHit(12, 12.0)}
+    assert index.match(TOKENS) == {A: CacheHit(12, 12.0, 12)}
     assert feed.receive(0, batch(stored(TOKENS, group_idx=1), removed(3, group_idx=1)))
-    assert index.match(TOKENS) == {A: CacheHit(8, 8.0)}, "another incarnation numbers anew"
+    assert index.match(TOKENS) == {A: CacheHit(8, 8.0, 8)}, "another incarnation numbers anew"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +167,7 @@ def test_what_is_no_event_is_refused_and_does_no_harm(payload: bytes) -> None:
     with pytest.raises(Refused):
         feed.receive(0, payload)
     assert feed.receive(1, batch(stored(TOKENS)))
-    assert index.match(TOKENS) == {A: CacheHit(16, 16.0)}
+    assert index.match(TOKENS) == {A: CacheHit(16, 16.0, 16)}
 
 
 SMALL = st.integers(-(2**63), 2**63)
@@ -185,7 +189,7 @@ def test_a_gap_is_noticed_and_filled() -> None:
     for number, event in ((1, removed(4)), (2, removed(3)), (3, removed(2))):
         assert feed.recover(number, batch(event))
     assert feed.recover(3, batch(removed(1))), "the one that came live was repeated too"
-    assert index.match(TOKENS) == {A: CacheHit(4, 4.0)}
+    assert index.match(TOKENS) == {A: CacheHit(4, 4.0, 4)}
     assert feed.receive(4, batch()) and feed.next_number == 5
 
 
@@ -195,7 +199,7 @@ def test_what_cannot_be_had_again_costs_all_that_is_known() -> None:
     assert feed.receive(0, batch(stored(TOKENS)))
     assert not feed.receive(3, batch(stored(TOKENS[:4], first=9)))
     assert not feed.recover(3, batch(stored(TOKENS[:4], first=9)))
-    assert index.match(TOKENS) == {A: CacheHit(4, 4.0)}
+    assert index.match(TOKENS) == {A: CacheHit(4, 4.0, 4)}
 
 
 def test_an_engine_that_counts_from_0_again_is_another_one() -> None:
@@ -204,7 +208,7 @@ def test_an_engine_that_counts_from_0_again_is_another_one() -> None:
     for number in range(3):
         assert feed.receive(number, batch(stored(TOKENS)))
     assert feed.receive(0, batch(stored(TOKENS[:8])))
-    assert index.match(TOKENS) == {A: CacheHit(8, 8.0)}
+    assert index.match(TOKENS) == {A: CacheHit(8, 8.0, 8)}
     assert feed.receive(1, batch())
     assert not feed.receive(5, batch())
 
@@ -366,12 +370,12 @@ def test_units_are_equal_for_equal_pieces() -> None:
 def test_a_history_is_bounded_and_forgets_the_ends_of_old_prompts_first() -> None:
     history = History(most=6)
     history.sent(A, [1, 2, 3, 4])
-    assert history.match([1, 2, 3, 9]) == {A: CacheHit(48, 48.0)}
+    assert history.match([1, 2, 3, 9]) == {A: CacheHit(48, 48.0, 48)}
     history.sent(Target(1), [5, 6, 7, 8])
-    assert history.match([1, 2, 3, 4]) == {A: CacheHit(32, 32.0)}
+    assert history.match([1, 2, 3, 4]) == {A: CacheHit(32, 32.0, 32)}
     history.sent(A, [1, 2])
     history.sent(Target(1), [5, 6, 7, 8])
-    assert history.match([1, 2]) == {A: CacheHit(32, 32.0)}, "what is sent again is kept"
+    assert history.match([1, 2]) == {A: CacheHit(32, 32.0, 32)}, "what is sent again is kept"
     history.forget(A)
     assert history.match([1, 2]) == {}
     for turn in range(50):

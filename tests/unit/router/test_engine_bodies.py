@@ -300,12 +300,12 @@ def test_ticket_of_an_answer(answer: dict[str, Any], ticket: dict[str, Any] | No
 
 
 def test_standing_ticket_of_an_answer() -> None:
-    def ticket(**params: object) -> engine_bodies.StandingTicket:
+    def ticket(**params: object) -> engine_bodies.EngineTicket:
         return engine_bodies.standing_ticket_of(json.dumps({"kv_transfer_params": params}).encode())
 
-    assert ticket(
-        kvconnect_card="c", kvconnect_card_expires_in=120
-    ) == engine_bodies.StandingTicket("c", 120.0)
+    assert ticket(kvconnect_card="c", kvconnect_card_expires_in=120) == engine_bodies.EngineTicket(
+        "c", 120.0
+    )
     for params in (
         {"kvconnect_card": "c"},
         {"kvconnect_card": 7, "kvconnect_card_expires_in": 120},

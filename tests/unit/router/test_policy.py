@@ -379,12 +379,12 @@ def test_the_minimum_token_rank_of_the_engine_whose_turn_it_is() -> None:
 
 def test_only_uncached_tokens_count() -> None:
     view = FleetView((worker(0, 0, 0), worker(1, 0)), (worker(0),))
-    hits = {Role.PREFILL: {Target(0, 1): CacheHit(64, 64.0)}}
+    hits = {Role.PREFILL: {Target(0, 1): CacheHit(64, 64.0, 64)}}
     options = RouterOptions((), (), prefill_policy=RankingPolicy.CACHE_AWARE)
     found = chosen(view, options, hits=hits)
     assert (found.prefill.target, found.prefill.tokens, found.prefill.hit) == ((0, 1), 36, 64)
     assert found.decode.tokens == 100
-    long = {Role.PREFILL: {Target(0, 1): CacheHit(640, 640.0)}}
+    long = {Role.PREFILL: {Target(0, 1): CacheHit(640, 640.0, 640)}}
     assert chosen(view, options, hits=long).prefill.tokens == 0, "never negative"
 
 
@@ -539,11 +539,11 @@ def test_the_longest_cached_prefix_of_each_target() -> None:
     index = PrefixIndex()
     index.stored(A, stored(TOKENS))
     index.stored(B, stored(TOKENS[:8], first=70))
-    assert index.match(TOKENS) == {A: CacheHit(16, 16.0), B: CacheHit(8, 8.0)}
-    assert index.match(TOKENS[:15]) == {A: CacheHit(12, 12.0), B: CacheHit(8, 8.0)}
+    assert index.match(TOKENS) == {A: CacheHit(16, 16.0, 16), B: CacheHit(8, 8.0, 8)}
+    assert index.match(TOKENS[:15]) == {A: CacheHit(12, 12.0, 12), B: CacheHit(8, 8.0, 8)}
     assert index.match([9, *TOKENS]) == {}
     index.stored(B, stored([50, 51, 52, 53], first=80, parent=71))
-    assert index.match([*TOKENS[:8], 50, 51, 52, 53])[B] == CacheHit(12, 12.0)
+    assert index.match([*TOKENS[:8], 50, 51, 52, 53])[B] == CacheHit(12, 12.0, 12)
     index.stored(B, stored([1, 2, 3, 4], first=90, parent=999))
     assert index.match([1, 2, 3, 4]) == {}, "its beginning is unknown"
 
@@ -553,9 +553,9 @@ def test_removal_ends_a_prefix_and_tiers_weigh() -> None:
     index.stored(A, stored(TOKENS))
     index.stored(A, StoredBlocks([2], None, [], 4, CacheTier.HOST))
     index.removed(A, [2], CacheTier.DEVICE)
-    assert index.match(TOKENS) == {A: CacheHit(16, 4 + 4 * 0.9 + 8)}
+    assert index.match(TOKENS) == {A: CacheHit(16, 4 + 4 * 0.9 + 8, 16)}
     index.removed(A, [2, 2, 99], CacheTier.HOST)
-    assert index.match(TOKENS) == {A: CacheHit(4, 4.0)}
+    assert index.match(TOKENS) == {A: CacheHit(4, 4.0, 4)}
     index.cleared(A)
     assert (index.match(TOKENS), len(index), index.targets()) == ({}, 0, frozenset())
 
@@ -564,7 +564,7 @@ def test_blocks_of_different_sizes_do_not_meet() -> None:
     index = PrefixIndex()
     index.stored(A, stored(TOKENS))
     index.stored(B, StoredBlocks([1, 2], None, TOKENS, 8, CacheTier.DEVICE))
-    assert index.match(TOKENS[:13]) == {A: CacheHit(12, 12.0), B: CacheHit(8, 8.0)}
+    assert index.match(TOKENS[:13]) == {A: CacheHit(12, 12.0, 12), B: CacheHit(8, 8.0, 8)}
     index.stored(A, StoredBlocks([5], None, [1, 2, 3], 4, CacheTier.DEVICE))
     assert index.match([1, 2, 3]) == {}, "the tokens do not fill its blocks"
 

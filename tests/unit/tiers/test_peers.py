@@ -472,6 +472,9 @@ class Reading:
         until(came)
         return found
 
+    def find(self, keys: Sequence[bytes]) -> list[frozenset[PeerId]]:
+        return self.questions.find(keys, [0] * len(keys), [PEER, OTHER_PEER])
+
     def read(self, holders: frozenset[PeerId] = frozenset({PEER})) -> Callable[[], object]:
         wanted = [Wanted(key(number), number, holders) for number in range(2)]
         return lambda: self.reads.read(0, wanted)
@@ -562,7 +565,7 @@ def test_a_read_that_closing_cuts_short_has_failed() -> None:
 
 def test_the_least_busy_source_gives_a_unit() -> None:
     reading = Reading()
-    (first, _) = reading.sources.all()
+    (first,) = reading.sources.of([PEER])
     first.reading = 5
     thread, results = reading.start(reading.read(frozenset({PEER, OTHER_PEER})))
     reads = reading.asked(Fetch, 2)
@@ -591,19 +594,19 @@ def test_engines_alike_read_whole_blocks() -> None:
 def test_a_question_waits_for_nobody_longer_than_it_may() -> None:
     reading = Reading(wait_s=0.01)
     for _ in range(LATE_ANSWERS):
-        assert reading.questions.find([key(1)], [0]) == [frozenset()]
+        assert reading.find([key(1)]) == [frozenset()]
         assert len(reading.network.messages()) == 2
-    assert reading.questions.find([key(1)], [0]) == [frozenset()]
+    assert reading.find([key(1)]) == [frozenset()]
     assert reading.network.messages() == []  # both were late too often
     reading.now = 60.0
-    reading.questions.find([key(1)], [0])
+    reading.find([key(1)])
     assert len(reading.network.messages()) == 2  # and are tried again
 
 
 def test_long_questions_go_in_several_messages() -> None:
     reading = Reading()
     keys = [key(number) for number in range(MAX_ASKED + 10)]
-    thread, results = reading.start(lambda: reading.questions.find(keys, [0] * len(keys)))
+    thread, results = reading.start(lambda: reading.find(keys))
     asked = reading.asked(Ask, 4)
     assert sorted(len(ask.keys) for ask in asked) == [10, 10, MAX_ASKED, MAX_ASKED]
     for ask in asked:

@@ -1,0 +1,82 @@
+"""Share tickets of vLLM's requests: issues this engine's, and verifies those of other engines."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kvconnect.engines.vllm.messages import WorkerHello
+from kvconnect.errors import Refused
+from kvconnect.protocol.cache_hints import IgnoredHint
+from kvconnect.protocol.options import OPTIONS_KEY, SHARE, SOURCE
+from kvconnect.protocol.share_tickets import (
+    MOST_WORKERS,
+    SHARE_EXPIRY_KEY,
+    SHARE_TICKET_KEY,
+    Addresses,
+    issue_share,
+    verify_share,
+)
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport.security import Keys
+
+logger = logging.getLogger(__name__)
+
+SHARE_TICKET_S = 120.0  # routers renew it in time
+
+
+class ShareTickets:
+    """Owned by the scheduler's thread. A ticket that is not valid is ignored and counted: it never
+    makes a request fail."""
+
+    def __init__(self, keys: Keys, stats: OffloadingConnectorStats) -> None:
+        self._keys = keys
+        self._stats = stats
+        self._own: Addresses = ()  # of this engine's workers; () if it issues no tickets
+        self._asked: set[str] = set()  # requests for a ticket
+        self._sources: dict[str, Addresses] = {}  # by request
+        self._logged = False
+
+    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+        """Take the workers' addresses."""
+        found = tuple(h.serves for _, h in sorted(hellos.items()) if h.serves is not None)
+        signs = bool(self._keys.current()[0]) and len(found) <= MOST_WORKERS
+        self._own = found if signs and len(found) == len(hellos) else ()
+
+    def add_request(self, req_id: str, params: Mapping[str, Any]) -> None:
+        """Note what a new request's ``kv_transfer_params`` ask for, and the source that they
+        name."""
+        options = params.get(OPTIONS_KEY)
+        if not isinstance(options, Mapping):
+            return
+        if options.get(SHARE) is True and self._own:
+            self._asked.add(req_id)
+        if SOURCE not in options:
+            return
+        key, also = self._keys.current()
+        try:
+            named = verify_share(options[SOURCE], (key, *also), time.time())
+        except Refused as error:
+            self._stats.count("ignored_cache_hints", label=IgnoredHint.SOURCE.value)
+            level = logging.DEBUG if self._logged else logging.WARNING
+            logger.log(level, "request %s: its source is ignored: %s", req_id, error)
+            self._logged = True
+            return
+        if not set(named) & set(self._own):
+            self._sources[req_id] = named
+
+    def source(self, req_id: str) -> Addresses:
+        """Return where the workers of a request's source serve blocks; () if it names none."""
+        return self._sources.get(req_id, ())
+
+    def finish(self, req_id: str, answer: dict[str, Any] | None) -> dict[str, Any] | None:
+        """End a request. Return ``answer``, its response's ``kv_transfer_params``, with a ticket if
+        the request asked for one."""
+        self._sources.pop(req_id, None)
+        if req_id not in self._asked:
+            return answer
+        self._asked.remove(req_id)
+        text = issue_share(self._own, time.time() + SHARE_TICKET_S, self._keys.current()[0])
+        return {**(answer or {}), SHARE_TICKET_KEY: text, SHARE_EXPIRY_KEY: SHARE_TICKET_S}
