@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from tests.engines.models import prompt_tokens
+from tests.engines.ranks import until
 from tests.engines.scenario import (
     COUNT,
     FULL,
@@ -22,7 +27,7 @@ from tests.engines.scenario import (
     receipt,
     tokens,
 )
-from tests.engines.server import Server, kv_transfer
+from tests.engines.server import Router, Server, kv_transfer
 from tests.servers import free_port
 
 HOST = "32MiB"
@@ -77,3 +82,81 @@ def test_other_attention_kinds(model: str) -> None:
             assert tokens(ask(reader)) == expected(model).fresh
             assert hits(reader, "peer") > COUNT * FULL / 2
             assert_nothing_leaks(reader)
+
+
+class Published(Server):
+    """An engine that publishes KV events, and tells a router where."""
+
+    @property
+    def worker(self) -> str:
+        return f"{self.url},events={self.events},replay={self.replay}"
+
+    def command(self) -> list[str]:
+        self.events, self.replay = free_port(), free_port()
+        places = {"endpoint": self.events, "replay_endpoint": self.replay}
+        config = {name: f"tcp://*:{port}" for name, port in places.items()}
+        told = json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", **config})
+        return [*super().command(), "--kv-events-config", told]
+
+
+def share_ticket(server: Server) -> str:
+    """The ticket that an engine gives to routers."""
+    options = {"kvconnect": {"share": True}}
+    answer = server.post("/v1/completions", server.body([1, 1], 1, kv_transfer_params=options))
+    return str(json.loads(answer)["kv_transfer_params"]["kvconnect_share"])
+
+
+def from_source(server: Server, prompt: list[int], source: str) -> Any:
+    """Where a prompt came from for which a source is named."""
+    options = {"kvconnect": {"receipt": True, "source": source}}
+    return receipt(server, prompt, kv_transfer_params=options)
+
+
+def test_a_source_that_the_router_names() -> None:
+    """No engine has another one's address. The router's choice is forced by a long request."""
+    big, long = 256, 4000
+    with ExitStack() as ends:
+        made = [Published("llama", shares(free_port()), big, long) for _ in range(2)]
+        source, reader = [ends.enter_context(server) for server in made]
+        fill(source)
+        ticket = share_ticket(source)
+        forged = ticket[:-2] + ("AA" if ticket[-2:] != "AA" else "BB")
+        told = from_source(reader, prompts()[0], forged)  # control
+        assert (told["peer"], told["computed"]) == (0, PROMPT)
+        ignored = "vllm:kvconnect_ignored_cache_hints_total"
+        reader.settle()
+        until(lambda: reader.metric(ignored, reason="source") == 1, "the forged ticket counts")
+        told = from_source(reader, prompts()[1], ticket)
+        assert (told["peer"], told["computed"]) == (FULL, PROMPT - FULL)
+        options = {"kvconnect": {"receipt": True}}
+        told = receipt(reader, prompts()[2], kv_transfer_params=options)  # control: no ticket
+        assert (told["peer"], told["computed"]) == (0, PROMPT)
+
+        args = ("--unified", "--decode-policy", "cache_aware", "--receipts")
+        router = ends.enter_context(Router([], made, args))
+        events = {"role": "decode", "upstream": source.url, "outcome": "replayed"}
+        news = itertools.count(9000, 100)
+
+        def heard() -> bool:
+            source.complete(prompt_tokens(64, start=next(news)), 1)
+            return router.metric("kvconnect_router_kv_events_total", **events) > 0
+
+        until(heard, "the router hears events")
+        busy = router.body(prompts()[0] + prompt_tokens(800, start=7000), 2500, stream=True)
+        with router.open("/v1/completions", busy) as stream:
+            assert stream.headers["X-KVConnect-Decode"] == "0", "it goes where its prefix is"
+            left = iter(prompts()[3:])
+
+            def named() -> bool:
+                prompt = next(left)
+                with router.open("/v1/completions", router.body(prompt, NEW)) as reply:
+                    assert reply.headers["X-KVConnect-Decode"] == "1"
+                    answer = json.load(reply)
+                want = expected("llama").fresh[prompts().index(prompt)]
+                assert tuple(answer["choices"][0]["token_ids"]) == want
+                told = answer["kv_transfer_params"]["kvconnect"]["receipt"]
+                assert told["peer"] in (0, FULL)
+                return bool(told["peer"])
+
+            until(named, "the reader has blocks of the source")
+        assert_nothing_leaks(reader)

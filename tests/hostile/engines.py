@@ -44,6 +44,7 @@ _MODEL = {"id": "m", "root": "m", "max_model_len": 10, "permission": [{"id": "p"
 _LOAD = {"dp_rank": 0, "num_used_tokens": 1, "num_total_tokens": 2}
 _LOAD |= {"num_waiting_uncached_tokens": 3, "gen_throughput": 0.5}
 _PARAMS = {"kvconnect_card": "c", "kvconnect_card_expires_in": 10.0}
+_SHARED = {"kvconnect_share": "s", "kvconnect_share_expires_in": 10.0}
 
 _VLLM = (
     'vllm:kv_cache_usage_perc{engine="@here@"} 0.5\n'
@@ -79,6 +80,11 @@ _JSON: tuple[tuple[str, object, Reader], ...] = (
         "standing ticket",
         {"choices": [], "kv_transfer_params": _PARAMS},
         engine_bodies.standing_ticket_of,
+    ),
+    (
+        "share ticket",
+        {"choices": [], "kv_transfer_params": _SHARED},
+        engine_bodies.share_ticket_of,
     ),
 )
 _TEXT: tuple[tuple[str, str, Callable[[str], Any]], ...] = (

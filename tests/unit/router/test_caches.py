@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +24,17 @@ from kvconnect.router.options import Listening
 from kvconnect.router.policy.loads import Target
 from kvconnect.router.policy.prefixes import MOST_SIZES, CacheHit, History, PrefixIndex
 from kvconnect.router.policy.ranking import RankingPolicy
-from tests.fakes.engine import FakeEngine, bench, decodes, on_loop, prefills, until
+from tests.fakes.engine import (
+    ASK,
+    Bench,
+    FakeEngine,
+    bench,
+    decodes,
+    hangs,
+    on_loop,
+    prefills,
+    until,
+)
 
 TOKENS = list(range(100, 116))
 A = Target(0)
@@ -347,6 +358,82 @@ async def test_text_goes_where_it_was_sent_before() -> None:
             assert headers["x-kvconnect-prefill-reason"] == want
         assert all(len(set(found)) == 1 for found in places.values())
         assert len({found[0] for found in places.values()}) == 3
+
+
+# Sources ----------------------------------------------------------------------------------------
+
+
+async def read_again(router: Bench, engines: Sequence[FakeEngine], number: int) -> tuple[str, str]:
+    """Send a prompt twice, the second time while the engine that has it is busy. Return the source
+    that the other engine is told, and the URL of the one that has it."""
+    text, before = f"{number} " * 2000, [len(engine.asked) for engine in engines]
+    await router.post({**ASK, "prompt": text})
+    has, other = engines if len(engines[0].asked) > before[0] else reversed(engines)
+    answer, has.answer, there = has.answer, hangs, len(has.asked)
+    busy = asyncio.create_task(router.post({**ASK, "prompt": text + "more " * 20_000}))
+    await until(lambda: len(has.asked) > there)
+    has.answer = answer
+    evil = {"kvconnect": {"source": "forged", "share": True}, "source": "forged"}
+    status, _, _ = await router.post({**ASK, "prompt": text, "kv_transfer_params": evil})
+    assert status == 200
+    busy.cancel()
+    await asyncio.gather(busy, return_exceptions=True)
+    said = (other.asked[-1].get("kv_transfer_params") or {}).get("kvconnect", {})
+    assert set(said) <= {"source"}
+    return said.get("source", ""), has.url
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@on_loop
+async def test_the_engine_that_has_a_prompt_is_named_to_the_one_that_computes_it(
+    unified: bool,
+) -> None:
+    ps, ds = [FakeEngine(prefills) for _ in range(2)], [FakeEngine(decodes)]
+    if unified:
+        ps, ds = [], [FakeEngine(decodes) for _ in range(2)]
+    sharing = ds if unified else ps
+    for engine in sharing:
+        engine.share_ticket_lifetime_s = 100.0
+    role = "decode_policy" if unified else "prefill_policy"
+    aware: Any = {role: RankingPolicy.CACHE_AWARE, "handoff": "none" if unified else "pull"}
+    async with bench(ps, ds, **aware) as router:
+        for number in range(100):
+            source, url = await read_again(router, sharing, number)
+            if source:  # else the router has no tickets yet
+                break
+        assert source.startswith("share ") and source.endswith(f" of {url.rpartition(':')[2]}")
+        asked = [json.dumps(body) for engine in (*ps, *ds) for body in engine.asked]
+        assert not any("forged" in body for body in asked)
+        assert sum("share " in body for body in asked) == 1, (
+            "where no engine had more, none is named"
+        )
+
+
+@on_loop
+async def test_engines_that_share_nothing_get_no_source() -> None:
+    engines = [FakeEngine(decodes) for _ in range(2)]
+    aware: Any = {"decode_policy": RankingPolicy.CACHE_AWARE, "handoff": "none"}
+    async with bench([], engines, **aware) as router:
+        for number in range(3):
+            source, _ = await read_again(router, engines, number)
+            assert source == ""
+        assert all(len(engine.asked) > 1 for engine in engines)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fetched"), [(RankingPolicy.CACHE_AWARE, True), (RankingPolicy.LEAST_TOKENS, False)]
+)
+@on_loop
+async def test_share_tickets_are_renewed_where_caches_are_looked_at(
+    policy: RankingPolicy, fetched: bool
+) -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    p.share_ticket_lifetime_s = d.share_ticket_lifetime_s = 0.1
+    p.standing_ticket_lifetime_s = 0.1
+    async with bench([p], [d], prefill_policy=policy, decode_policy=policy):
+        await until(lambda: p.standing_tickets >= 4)
+        assert (p.share_tickets >= 3) is fetched
+        assert d.share_tickets == 0, "a decode engine receives what it lacks"
 
 
 # History ----------------------------------------------------------------------------------------

@@ -323,6 +323,32 @@ def test_standing_ticket_of_an_answer() -> None:
             engine_bodies.standing_ticket_of(answer)
 
 
+def test_share_ticket_of_an_answer() -> None:
+    def ticket(**params: object) -> engine_bodies.EngineTicket | None:
+        return engine_bodies.share_ticket_of(json.dumps({"kv_transfer_params": params}).encode())
+
+    found = ticket(kvconnect_share="s", kvconnect_share_expires_in=120)
+    assert found == engine_bodies.EngineTicket("s", 120.0)
+    assert ticket() is None
+    assert ticket(kvconnect_share="s") is None
+    assert ticket(kvconnect_share=7, kvconnect_share_expires_in=120) is None
+    assert ticket(kvconnect_share="s", kvconnect_share_expires_in=-1) is None
+    assert ticket(kvconnect_card="s", kvconnect_card_expires_in=120) is None
+    assert engine_bodies.share_ticket_of(b"{}") is None
+    for answer in (b"[]", b"<html>"):
+        with pytest.raises(Refused):
+            engine_bodies.share_ticket_of(answer)
+
+
+def test_both_tickets_are_asked_for_at_once() -> None:
+    standing, share = engine_bodies.TicketKind
+    both = engine_bodies.tickets_body("m", 1, [standing, share])["kv_transfer_params"]
+    card = {"do_remote_decode": True, "kvconnect_card": True, "kvconnect_card_rank": 1}
+    assert both == {**card, "kvconnect": {"share": True}}
+    one = engine_bodies.tickets_body("m", None, [share])
+    assert one["kv_transfer_params"] == {"kvconnect": {"share": True}}
+
+
 ABORTED = (
     b'data: {"text": "", "meta_info": {"finish_reason": '
     b'{"type": "%s", "message": "m", "status_code": %s, "err_type": null}}}'

@@ -18,6 +18,7 @@ from kvconnect.router.body import Prompt
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy import loads as loads_module
 from kvconnect.router.policy.choice import (
+    SOURCE_MIN_TOKENS,
     FailedTargets,
     Mode,
     RoutingReason,
@@ -388,6 +389,49 @@ def test_only_uncached_tokens_count() -> None:
     assert chosen(view, options, hits=long).prefill.tokens == 0, "never negative"
 
 
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_source_is_named_if_it_has_clearly_more(unified: bool) -> None:
+    """Of targets that share, it is the one with most to read, the least busy of several."""
+    role = Role.DECODE if unified else Role.PREFILL
+    options = RouterOptions((), (), **{f"{role.value}_policy": RankingPolicy.CACHE_AWARE})
+
+    def named(*hits: CacheHit, lost: tuple[int, ...] = ()) -> str:
+        tickets = [None if index in lost else f"t{index}" for index in range(4)]
+        workers = tuple(
+            worker(index, load, share_tickets=(tickets[index],))
+            for index, load in enumerate([0, 5000, 4000, 5000])  # the first one is chosen
+        )
+        sides = ((), workers) if unified else (workers, (worker(0),))
+        view = FleetView(*sides, (), unified)
+        found = {Target(index): hit for index, hit in enumerate(hits)}
+        wish = {"prompt": Prompt(tokens=1000), "hits": {role: found}}
+        choice = chosen(view, options, **wish)
+        picked = choice.decode if unified else choice.prefill
+        assert picked.target == Target(0)
+        assert unified or not choice.decode.source, "what is handed off is not read elsewhere"
+        assert picked.options == ({"source": picked.source} if picked.source else {})
+        return str(picked.source)
+
+    none, some = CacheHit(), CacheHit(300, 300.0, 300)
+    more = CacheHit(300 + SOURCE_MIN_TOKENS, 500.0, 300 + SOURCE_MIN_TOKENS)
+    assert named(none, some, more, some) == "t2"
+    assert named(some, none, more, none) == "t2"
+    assert named(some, none, more._replace(readable=299 + SOURCE_MIN_TOKENS), none) == ""
+    assert named(none, more, more, none) == "t2", "the less busy one"
+    assert named(more, none, more, none) == ""
+    assert named(none, none, none, none) == ""
+    assert named(none, some, more, none, lost=(2,)) == "t1"
+    assert named(none, some, more, none, lost=(0,)) == "", "the chosen one cannot read"
+
+
+def test_a_source_is_one_rank_of_an_engine() -> None:
+    options = RouterOptions((), (), decode_policy=RankingPolicy.CACHE_AWARE)
+    view = FleetView((), (worker(0, 0, 5000, share_tickets=("a", "b")),), (), True)
+    hits = {Role.DECODE: {Target(0, 1): CacheHit(900, 900.0, 900)}}
+    found = chosen(view, options, prompt=Prompt(tokens=1000), hits=hits).decode
+    assert (found.target, found.source) == (Target(0, 0), "b")
+
+
 def test_versions_and_engines_pair_only_with_their_like() -> None:
     view = FleetView(
         (worker(0, version="1"), worker(1, version="2"), worker(2, engine=Engine.SGLANG)),
@@ -558,6 +602,17 @@ def test_removal_ends_a_prefix_and_tiers_weigh() -> None:
     assert index.match(TOKENS) == {A: CacheHit(4, 4.0, 4)}
     index.cleared(A)
     assert (index.match(TOKENS), len(index), index.targets()) == ({}, 0, frozenset())
+
+
+def test_what_is_only_on_a_disk_is_not_read_by_others() -> None:
+    index = PrefixIndex()
+    index.stored(A, stored(TOKENS))
+    index.stored(A, StoredBlocks([3], None, [], 4, CacheTier.DISK))
+    assert index.match(TOKENS)[A].readable == 16
+    index.removed(A, [3], CacheTier.DEVICE)
+    assert index.match(TOKENS)[A] == CacheHit(16, 12 + 4 * 0.6, 8)
+    index.stored(A, StoredBlocks([3], None, [], 4, CacheTier.HOST))
+    assert index.match(TOKENS)[A].readable == 16
 
 
 def test_blocks_of_different_sizes_do_not_meet() -> None:

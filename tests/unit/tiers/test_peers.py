@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from array import array
@@ -34,13 +35,16 @@ from kvconnect.protocol.cache_messages import (
     decode,
     encode,
 )
+from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.messages import PrefetchBlocks, TierInstructions
 from kvconnect.tiers.offers import Offers
+from kvconnect.tiers.peers import dialling
 from kvconnect.tiers.peers.asking import Questions
+from kvconnect.tiers.peers.dialling import IDLE_S, MOST_NAMED, Dialler
 from kvconnect.tiers.peers.fetching import Reads, Wanted
 from kvconnect.tiers.peers.peer_agent import PeerAgent, PeerOptions, SharedBlocks
 from kvconnect.tiers.peers.peer_store import PeerStore
@@ -50,6 +54,7 @@ from kvconnect.tiers.peers.sources import LATE_ANSWERS, CacheSources
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.base import (
+    Disconnect,
     Drained,
     IncomingPages,
     MessageReceived,
@@ -96,6 +101,7 @@ class Engine:
         layouts: Sequence[Sequence[HeadUnit]] = WHOLE,
         name: bytes = FORMAT,
         transport: str = "tcp",
+        key: bytes = b"k" * 16,
         **settings: object,
     ) -> None:
         nbytes = sum(unit.nbytes for unit in layouts[0])
@@ -107,7 +113,7 @@ class Engine:
         connection = ConnectionOptions(dead_after_s=WAIT_S, local=True)
         self.agent = PeerAgent(
             parse_settings(PeerOptions, options, ()),
-            make_transport(transport, Security(b"k" * 16), connection),
+            make_transport(transport, Security(key), connection),
             blocks,
             WAIT_S,
             nixl=transport == "nixl",
@@ -267,6 +273,169 @@ def test_a_source_that_dies_and_comes_back() -> None:
             assert not reader.store.usage().available
 
 
+# Sources that requests name -----------------------------------------------------------------------
+
+
+def addresses(*engines: Engine) -> Addresses:
+    return tuple(each.agent.address for each in engines if each.agent.address is not None)
+
+
+def test_a_named_source_is_dialled_and_only_it_is_asked() -> None:
+    with (
+        engines(Engine, Engine) as [configured, named],
+        engines(lambda: Engine([configured.where])) as [reader],
+    ):
+        reader.sources(1)
+        configured.keep(1, slot=0)
+        named.keep(2, slot=0)
+        asked = [key(1), key(2)]
+        assert reader.store.find(asked) == [BLOCK, 0]
+        assert reader.store.find(asked, addresses(named)) == [0, BLOCK]
+        assert reader.get([2]) == [BlockOutcome.OK]
+        assert bytes(reader.host.view(0)) == content(2)
+        reader.sources(2)  # the connection stays
+        assert reader.store.find(asked) == [BLOCK, 0], "others are not asked without a name"
+        assert reader.get([2], first_slot=1) == [BlockOutcome.ABSENT]
+        assert reader.store.find(asked, addresses(named)) == [0, BLOCK]
+        assert reader.store.find(asked, addresses(configured)) == [BLOCK, 0]
+
+
+def test_a_named_source_with_two_ranks() -> None:
+    with engines(lambda: Engine(layouts=LEFT), lambda: Engine(layouts=RIGHT)) as [left, right]:
+        left.keep(1, 5, content(1)[:HALF])
+        right.keep(1, 6, content(1)[HALF:])
+        with engines(Engine) as [reader]:
+            assert reader.store.find([key(1)], addresses(left, right)) == [BLOCK]
+            assert reader.get([1]) == [BlockOutcome.OK]
+            assert bytes(reader.host.view(0)) == content(1)
+            # Control: one half is not a block.
+            assert reader.store.find([key(1)], addresses(left)) == [0]
+
+
+def test_a_named_source_that_is_not_there_dies_or_comes_back() -> None:
+    port = free_port()
+    named = (("127.0.0.1", port),)
+    with engines(Engine) as [reader]:
+        assert reader.store.usage().available, "no engine is configured that could be missing"
+        assert reader.store.find([key(1)], named) == [0]
+        for number in range(2):
+            with engines(lambda: Engine(listen=f"127.0.0.1:{port}")) as [source]:
+                source.keep(1, slot=0)
+                until(lambda: reader.store.find([key(1)], named) == [BLOCK])
+                assert reader.get([1], first_slot=number) == [BlockOutcome.OK]
+                assert reader.store.find([key(1)], named) == [BLOCK]
+            reader.sources(0)
+            assert reader.get([1]) == [BlockOutcome.ABSENT]
+
+
+def test_a_named_source_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One accepts connections and says nothing; another one does not answer questions."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        engines(Engine) as [source],
+        engines(lambda: Engine(ask_s=0.01)) as [reader],
+    ):
+        for _ in range(2):
+            assert reader.store.find([key(1)], (silent.getsockname(),)) == [0]
+        source.keep(1, slot=0)
+        until(lambda: reader.store.find([key(1)], addresses(source)) == [BLOCK])
+        monkeypatch.setattr(source.agent._serving, "on_message", lambda *_: None)
+        for _ in range(LATE_ANSWERS):
+            assert reader.store.find([key(1)], addresses(source)) == [0]
+        peers = reader.agent._dialler.peers(addresses(source))
+        (known,) = reader.agent.reader.sources.of(peers)
+        assert not known.breaker.closed, "it is not asked for a while"
+
+
+def test_a_named_source_with_another_key_or_other_blocks() -> None:
+    other = lambda: Engine(name=b"another")  # noqa: E731
+    with engines(lambda: Engine(key=b"x" * 16), other, Engine) as [stranger, unlike, source]:
+        for each in (stranger, unlike, source):
+            each.keep(1, slot=0)
+        with engines(Engine) as [reader]:
+            assert reader.store.find([key(1)], addresses(stranger)) == [0]
+            assert reader.store.find([key(1)], addresses(unlike)) == [0]
+            assert reader.store.find([key(1)], addresses(source)) == [BLOCK]  # control
+            assert reader.store.find([key(1)], addresses(stranger, source)) == [BLOCK]
+
+
+def test_an_engine_that_is_named_to_itself_does_not_ask_itself() -> None:
+    with engines(Engine) as [engine]:
+        engine.keep(1, slot=0)
+        for _ in range(2):
+            assert engine.store.find([key(1)], addresses(engine)) == [0]
+        until(lambda: "of 0 sources" in repr(engine.agent))
+        assert engine.store.find([key(1)], addresses(engine)) == [0]
+        assert "of 0 sources" in repr(engine.agent)
+
+
+class Dialling:
+    """A dialler without a network."""
+
+    def __init__(self, *configured: tuple[str, int]) -> None:
+        self.now = 0.0
+        self.network = Recorder()
+        network: Any = self.network
+        self.sources = CacheSources(network, [GROUP])
+        self.dialler = Dialler(self.sources, configured, lambda: self.now)
+
+    def name(self, *ports: int) -> None:
+        """Name workers, and do not wait for their connections."""
+        self.now += 0.001
+        self.dialler.peers(tuple(("10.0.0.1", port) for port in ports))
+
+    def dropped(self) -> list[tuple[str, int]]:
+        """The connections that were given up."""
+        orders = [order for order in self.network.orders if isinstance(order, Disconnect)]
+        return [self.network.dialled[order.peer] for order in orders]
+
+
+def test_named_workers_are_forgotten_when_nobody_names_them_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dialling, "GREET_S", 0.0)
+    dial = Dialling(("10.0.0.9", 1))
+    dial.dialler.tick(dial.now)
+    dial.name(1, 2)
+    dial.now = IDLE_S - 1
+    dial.name(2)
+    dial.dialler.tick(IDLE_S + 1)
+    assert dial.dropped() == [("10.0.0.1", 1)]
+    dial.dialler.tick(2 * IDLE_S)
+    assert dial.dropped() == [("10.0.0.1", 1), ("10.0.0.1", 2)]
+    assert len(dial.dialler) == 1, "what is configured stays"
+    dial.name(1)
+    assert list(dial.network.dialled.values()).count(("10.0.0.1", 1)) == 2
+
+
+def test_so_many_named_workers_are_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialling, "GREET_S", 0.0)
+    dial = Dialling(("10.0.0.9", 1))
+    for port in range(1, MOST_NAMED + 1):
+        dial.name(port)
+    assert dial.dropped() == []
+    dial.name(1)  # not the oldest any more
+    dial.name(9999)
+    assert dial.dropped() == [("10.0.0.1", 2)]
+    assert len(dial.dialler) == MOST_NAMED + 1
+
+
+def test_a_named_worker_is_tried_again_with_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialling, "GREET_S", 0.0)
+    dial = Dialling()
+    dial.name(1)
+    (peer,) = dial.network.dialled
+    dial.name(1)
+    assert len(dial.network.dialled) == 1, "it is being connected to"
+    dial.dialler.lost(peer, dial.now)
+    dial.name(1)
+    dial.dialler.tick(60.0)
+    assert len(dial.network.dialled) == 1, "it was lost a moment ago, and ticks do not dial it"
+    dial.now = 60.0
+    dial.name(1)
+    assert len(dial.network.dialled) == 2
+
+
 def test_a_stranger_s_messages_end_its_connection_only() -> None:
     """Whatever a peer with the key sends, others go on."""
     hello = CacheHello(
@@ -322,6 +491,12 @@ class Recorder:
         self.orders: list[object] = []
         self.pages: list[IncomingPages] = []  # that were expected
         self.cancelled: list[int] = []
+        self.dialled: dict[PeerId, tuple[str, int]] = {}
+
+    def connect(self, host: str, port: int) -> PeerId:
+        peer = PeerId(100 + len(self.dialled))
+        self.dialled[peer] = host, port
+        return peer
 
     def submit(self, order: object) -> None:
         self.orders.append(order)

@@ -33,7 +33,7 @@ from kvconnect.tiers.messages import (
 )
 from kvconnect.types import FailureCause, Tier
 
-REMOTE = SECONDARY_TIERS.index(Tier.REMOTE)
+PEER, REMOTE = map(SECONDARY_TIERS.index, (Tier.PEER, Tier.REMOTE))
 FULL = (CacheGroup(4),)
 HYBRID = (CacheGroup(4), CacheGroup(4, window=5))
 WAIT_S = 5.0
@@ -51,6 +51,7 @@ class Bench:
     worth: int = 1 << 20  # blocks
     patience: float = math.inf
     share: int = 4
+    searches: bool = True
     stored: dict[bytes, int] = field(default_factory=dict)  # what tier has a key
     prefetched: list[tuple[Tier, int, float]] = field(default_factory=list)
     offered: list[tuple[int, int, tuple[Tier, ...]]] = field(default_factory=list)
@@ -59,7 +60,8 @@ class Bench:
         policy = make_policy("lru", self.slots)
         self.index = HostIndex(self.slots, len(self.groups), policy)
         self.stats = OffloadingConnectorStats()
-        limits = TierLimits(self.workers, DEADLINE_S, WAIT_S, self.share, self.reused)
+        flags = self.reused, self.searches
+        limits = TierLimits(self.workers, DEADLINE_S, WAIT_S, self.share, *flags)
         told = lambda *what: self.prefetched.append(what)  # noqa: E731
         self.plan = TierPlan(self.index, self.groups, self.stats, limits, self.choose, told)
 
@@ -111,6 +113,40 @@ def prompt(name: str, blocks: int) -> list[bytes]:
 
 def keys(hashes: Sequence[bytes], group: int = 0, prefix: bytes = SHARED) -> list[bytes]:
     return [block_key(prefix, group, block_hash) for block_hash in hashes]
+
+
+SOURCE = (("10.0.0.2", 7900),)
+
+
+@pytest.mark.parametrize("searches", [True, False])
+def test_a_source_is_asked_by_the_request_that_names_it(searches: bool) -> None:
+    """Without other places to look, requests that name no source do not wait."""
+    bench, hashes = Bench(searches=searches), prompt("a", 3)
+    bench.stored = dict.fromkeys(keys(hashes), PEER)
+    assert bench.plan.lookup("r", bench.request(hashes), 0.0) is searches
+    assert [lookup.source for lookup in bench.take().lookups] == [()] * searches
+    named = bench.request(hashes)._replace(source=SOURCE)
+    assert bench.plan.lookup("s", named, 0.0)
+    (lookup,) = bench.step().lookups
+    assert (lookup.source, list(lookup.keys)) == (SOURCE, keys(hashes))
+    (prefetch,) = bench.step().prefetches
+    assert list(prefetch.keys) == keys(hashes)
+    assert not bench.plan.lookup("s", named, 0.0)
+    assert bench.ready(hashes) == 3
+
+
+def test_a_source_is_asked_for_what_others_lacked() -> None:
+    bench, hashes = Bench(), prompt("a", 2)
+    named = bench.request(hashes)._replace(source=SOURCE)
+    for req_id, request, asks in (
+        ("r", bench.request(hashes), True),
+        ("s", bench.request(hashes), False),  # control: it was missing a moment ago
+        ("t", named, True),
+        ("u", named._replace(source=(("10.0.0.3", 7900),)), True),
+    ):
+        assert bench.plan.lookup(req_id, request, 0.0) is asks
+        assert bool(bench.step().lookups) is asks
+        assert not bench.plan.lookup(req_id, request, 0.0), "it had nothing"
 
 
 def test_what_host_memory_lost_comes_back_from_a_lower_tier() -> None:

@@ -1,0 +1,128 @@
+"""Share tickets in vLLM's scheduler: what it issues, and which sources of requests it accepts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvconnect.engines.vllm.messages import WorkerHello
+from kvconnect.engines.vllm.shares import SHARE_TICKET_S, ShareTickets
+from kvconnect.protocol.share_tickets import MOST_WORKERS, issue_share, verify_share
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.transport.security import Keys
+
+KEY = b"a key that all engines hold"
+THERE = (("10.0.0.2", 7900),)
+
+
+def hellos(*ports: int | None) -> dict[tuple[int, int], WorkerHello]:
+    """Hellos of the ranks of an engine, the last rank first."""
+    found = {
+        (0, rank): WorkerHello(1, 1, serves=("10.0.0.1", port) if port else None)
+        for rank, port in enumerate(ports)
+    }
+    return dict(reversed(found.items()))
+
+
+def engine(*ports: int | None, key: bytes = KEY) -> ShareTickets:
+    made = ShareTickets(Keys(key), OffloadingConnectorStats())
+    made.greet(hellos(*(ports or (7900,))))
+    return made
+
+
+def asked(tickets: ShareTickets, options: Any) -> dict[str, Any] | None:
+    """What a request with these options is answered."""
+    tickets.add_request("r", {"kvconnect": options})
+    return tickets.finish("r", {"other": 1})
+
+
+def source(tickets: ShareTickets, params: Mapping[str, Any]) -> Any:
+    """The source that a request with these parameters is given."""
+    tickets.add_request("r", params)
+    return tickets.source("r")
+
+
+def ignored(tickets: ShareTickets) -> int:
+    counted = tickets._stats.data["counters"].get("ignored_cache_hints", {})
+    return int(counted.get("source", 0))
+
+
+def test_an_engine_s_ticket_has_the_addresses_of_all_its_workers_in_order() -> None:
+    answer = asked(engine(7900, 7901), {"share": True})
+    assert answer is not None
+    assert (answer["other"], answer["kvconnect_share_expires_in"]) == (1, SHARE_TICKET_S)
+    want = (("10.0.0.1", 7900), ("10.0.0.1", 7901))
+    now = time.time()
+    assert verify_share(answer["kvconnect_share"], [KEY], now) == want
+    assert verify_share(answer["kvconnect_share"], [KEY], now + SHARE_TICKET_S) == want
+
+
+@pytest.mark.parametrize(
+    "tickets",
+    [
+        engine(None),
+        engine(7900, None),
+        engine(key=b""),
+        engine(*range(1, MOST_WORKERS + 2)),
+        ShareTickets(Keys(KEY), OffloadingConnectorStats()),
+    ],
+)
+def test_an_engine_that_serves_not_or_cannot_sign_issues_none(tickets: ShareTickets) -> None:
+    assert asked(tickets, {"share": True}) == {"other": 1}
+
+
+@pytest.mark.parametrize("options", [{"share": 1}, {"share": "true"}, {}, [], None, "share"])
+def test_nothing_else_is_answered_with_a_ticket(options: object) -> None:
+    assert asked(engine(), options) == {"other": 1}
+
+
+def test_a_request_s_source_is_kept_until_its_end() -> None:
+    tickets = engine()
+    text = issue_share(THERE, time.time() + 9, KEY)
+    assert source(tickets, {"kvconnect": {"source": text}}) == THERE
+    assert tickets.source("another") == ()
+    assert tickets.finish("r", None) is None
+    assert tickets.source("r") == ()
+    assert ignored(tickets) == 0
+    assert source(engine(None), {"kvconnect": {"source": text}}) == THERE, "it serves nothing"
+
+
+def test_a_source_that_is_not_valid_is_ignored_counted_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tickets, now = engine(), time.time()
+    bad = [
+        issue_share(THERE, now + 9, KEY)[:-1],
+        issue_share(THERE, now - 60, KEY),
+        issue_share(THERE, now + 9, b"another key"),
+        issue_share((("0.0.0.0", 1),), now + 9, KEY),
+        "10.0.0.2:7900",
+        {"address": "10.0.0.2:7900"},
+        None,
+    ]
+    with caplog.at_level(logging.INFO):
+        for text in bad:
+            assert source(tickets, {"kvconnect": {"source": text}}) == ()
+    assert ignored(tickets) == len(bad)
+    assert len(caplog.records) == 1
+    keyless = engine(key=b"")
+    assert source(keyless, {"kvconnect": {"source": bad[0]}}) == ()
+    assert ignored(keyless) == 1
+
+
+def test_an_engine_is_not_its_own_source() -> None:
+    tickets = engine(7900, 7901)
+    own = issue_share((("10.0.0.1", 7901),), time.time() + 9, KEY)
+    assert source(tickets, {"kvconnect": {"source": own}}) == ()
+    assert ignored(tickets) == 0
+
+
+def test_addresses_outside_of_a_ticket_are_not_read() -> None:
+    claims = {"remote_host": "10.0.0.2", "remote_port": 7900, "kvconnect_share": "text"}
+    assert source(engine(), {**claims, "source": issue_share(THERE, 1e12, KEY)}) == ()
