@@ -352,7 +352,8 @@ class Engine:
         self.runner = ActiveKVConnector(config, {})
         if metadata := worker.get_handshake_metadata():
             connector.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata})
-        self.tickets = TicketIssuer(self.half.handoff._tickets._keys, -1, 1e6, PEER)
+        own = self.half.handoff.tickets
+        self.tickets = TicketIssuer(own._keys, -1, 1e6, PEER, own.shares)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.pool = self.scheduler.kv_cache_manager.block_pool
 

@@ -24,7 +24,14 @@ from collections.abc import Callable
 import msgspec
 
 from kvconnect.errors import KVConnectError, Misuse
-from kvconnect.protocol import cache_messages, codec, messages, nixl_messages, tickets
+from kvconnect.protocol import (
+    cache_messages,
+    codec,
+    messages,
+    nixl_messages,
+    share_tickets,
+    tickets,
+)
 from kvconnect.protocol.auth import ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.types import Endpoint, Rank
@@ -102,6 +109,9 @@ TICKET = tickets.Ticket(
     expires=NOW,
 )
 TICKET_BODY = msgspec.msgpack.encode(TICKET)
+SHARE_BODY = msgspec.msgpack.encode(
+    share_tickets.ShareTicket(addresses=(("10.0.0.1", 7000),), expires=NOW)
+)
 HEADER = codec.pack_header(codec.FrameHeader(1, 2, 3, 4, 5, 6, 16))
 NUMBERS = (0, 1, 2, 8, 64, -1, 1.5, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, float("nan"))
 VALUES = (*NUMBERS, "", "x" * 300, b"", TRANSFER, None, True, [], [0] * 70, {}, {"a": 1})
@@ -210,6 +220,13 @@ def fuzz_ticket(rng: random.Random) -> None:
     tickets.verify(text, KEY, NOW)
 
 
+def fuzz_share_ticket(rng: random.Random) -> None:
+    body = mutant(rng, SHARE_BODY)
+    mac = hmac.digest(KEY, b"kvconnect share ticket\0" + body, hashlib.sha256)
+    text = base64.urlsafe_b64encode(body + mac).decode().rstrip("=")
+    assert share_tickets.verify_share(text, [KEY], NOW)
+
+
 def fuzz_params(rng: random.Random) -> None:
     keys = ["do_remote_decode", "do_remote_prefill", "transfer_id", "kvconnect_ticket"]
     keys += ["kvconnect_card", "kvconnect_card_rank", "remote_block_ids", "tp_size"]
@@ -252,6 +269,7 @@ TARGETS: tuple[Callable[[random.Random], None], ...] = (
     fuzz_offer,
     fuzz_session,
     fuzz_ticket,
+    fuzz_share_ticket,
     fuzz_params,
     fuzz_server,
     fuzz_client,

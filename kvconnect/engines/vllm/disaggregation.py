@@ -23,6 +23,7 @@ from kvconnect.disaggregation.receives import ReceiveLimits, Receives, SettledRe
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.messages import WorkerHello
+from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.engines.vllm.states import asks_one_token, drop_last_token
 from kvconnect.engines.vllm.tickets import TicketIssuer
 from kvconnect.errors import Refused
@@ -75,8 +76,9 @@ class DisaggregationScheduler:
         self.alone = False  # no other connector of this engine hands off; set by greet
         # A standing ticket names one engine's workers, but vLLM may route to another engine.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
-        self._tickets = TicketIssuer(
-            Keys(read_key(config.network), config.network.key_file),
+        keys = Keys(read_key(config.network), config.network.key_file)
+        self.tickets = TicketIssuer(
+            keys,
             -1 if alone else parallel.data_parallel_index,
             config.disaggregation.lease_s,
             PrefillSource(
@@ -86,6 +88,7 @@ class DisaggregationScheduler:
                 tp=parallel.tensor_parallel_size,
                 pp=parallel.pipeline_parallel_size,
             ),
+            ShareTickets(keys, stats),
         )
         limits = (parallel.world_size, config.disaggregation.lease_s, config.deadline_s)
         self.leases = Leases(groups, stats, LeaseLimits(*limits))
@@ -97,7 +100,7 @@ class DisaggregationScheduler:
     @property
     def epoch(self) -> int:
         """The number of this incarnation of the engine, in tickets and Hellos."""
-        return self._tickets.source.epoch
+        return self.tickets.source.epoch
 
     @property
     def busy(self) -> bool:
@@ -118,7 +121,8 @@ class DisaggregationScheduler:
             for (pp_rank, tp_rank), hello in sorted(hellos.items())
             if hello.address is not None
         )
-        self._tickets.source = replace(self._tickets.source, endpoints=endpoints)
+        self.tickets.source = replace(self.tickets.source, endpoints=endpoints)
+        self.tickets.shares.greet(hellos)
         self._sends = self._sends and bool(endpoints)
         self._receives = self._receives and all(hello.receives for hello in hellos.values())
 
@@ -126,6 +130,7 @@ class DisaggregationScheduler:
         """Handle a new request's ``kv_transfer_params``; return the transfer that it offers to
         other engines, if any."""
         params = request.kv_transfer_params or {}
+        self.tickets.shares.add_request(request.request_id, params)
         # Without a key of KVConnect, the parameters may be for another connector.
         ours = self.alone or TICKET_KEY in params or STANDING_TICKET_KEY in params
         try:
@@ -222,7 +227,8 @@ class DisaggregationScheduler:
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
         # With states, the prompt has lost its last token already.
         tokens = request.num_prompt_tokens - (not _has_states(self._groups))
-        return self._tickets.answer(req_id, transfer, tokens, self.alone)
+        answer = self.tickets.answer(req_id, transfer, tokens, self.alone)
+        return self.tickets.shares.finish(req_id, answer)
 
     def _open_lease(self, request: Request, asked: HandoffRequest, now: float) -> TransferId | None:
         if not self._sends:
@@ -230,10 +236,10 @@ class DisaggregationScheduler:
                 "params", "this engine does not send: set kv_role to kv_producer or kv_both"
             )
         if asked.wants_standing_ticket:
-            self._tickets.request_standing_ticket(request.request_id, asked.rank)
+            self.tickets.request_standing_ticket(request.request_id, asked.rank)
             return None
         content = self._adapters.prompt_content(request)
-        transfer = self._tickets.transfer_id_of(request.request_id, asked, content)
+        transfer = self.tickets.transfer_id_of(request.request_id, asked, content)
         tokens = request.num_prompt_tokens - 1  # the decode engine computes the last one
         if tokens and _has_states(self._groups) and not asks_one_token(request):
             raise Refused("params", "this model's states are handed off with max_tokens 1 only")
@@ -249,7 +255,7 @@ class DisaggregationScheduler:
                 "params", "this engine does not receive: set kv_role to kv_consumer or kv_both"
             )
         tokens, content = request.num_prompt_tokens - 1, self._adapters.prompt_content(request)
-        admitted = self._tickets.admit(asked, tokens, content)
+        admitted = self.tickets.admit(asked, tokens, content)
         opened = self.receives.open(request.request_id, *admitted)
         if opened and not tokens:  # one token, or rejected by vLLM's front end
             self.decline(request.request_id)

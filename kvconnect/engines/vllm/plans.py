@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
@@ -12,6 +12,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvconnect.cache.groups import CacheGroup, keeps_prefix
 from kvconnect.config import AUTO, Config, PolicyName
 from kvconnect.engines.vllm.adapters import Adapters
+from kvconnect.engines.vllm.messages import WorkerHello
+from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.engines.vllm.tiers import TierScheduler
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
@@ -56,11 +58,16 @@ def make_plan(
 
 
 def make_tiers(
-    config: Config, plan: OffloadPlan, sizes: tuple[int, int], adapters: Adapters
+    config: Config,
+    plan: OffloadPlan,
+    hellos: Mapping[tuple[int, int], WorkerHello],
+    adapters: Adapters,
+    shares: ShareTickets,
 ) -> TierScheduler | None:
     if not (config.tiers.disk or config.tiers.remote or config.tiers.cache_peers):
         return None
-    return TierScheduler(config, plan, sizes, adapters)
+    sizes = len(hellos), sum(hello.slot_bytes for hello in hellos.values())
+    return TierScheduler(config, plan, sizes, adapters, shares)
 
 
 def settings_for(vllm_config: VllmConfig, config: Config) -> Config:

@@ -132,10 +132,8 @@ class ConnectorScheduler:
         if num_slots != len(self.plan.index.slots):
             policy, groups = self._config.offload.policy, self.plan.groups
             self.plan = make_plan(groups, num_slots, policy, self.plan.stats, self._limits)
-            sizes, adapters = (workers, self._slot_bytes), self._requests.adapters
-            self.tiers = make_tiers(self._config, self.plan, sizes, adapters)
-        if self.tiers is not None:
-            self.tiers.shares.greet(hellos)
+            adapters, shares = self._requests.adapters, self.handoff.tickets.shares
+            self.tiers = make_tiers(self._config, self.plan, hellos, adapters, shares)
         self.handoff.greet(hellos, alone)
         gib = num_slots * self._slot_bytes / 2**30
         logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, workers)
@@ -148,8 +146,6 @@ class ConnectorScheduler:
             self.plan.add_request(request.request_id)
         now, asks = time.monotonic(), request.kv_transfer_params
         transfer = self.handoff.add_request(request, now) if asks else None
-        if asks and self.tiers is not None:
-            self.tiers.shares.add_request(request.request_id, asks)
         add_hints(self.plan, request, self._hashes, now)
         if self.observer is not None:
             self.observer.request_added(request, transfer)
@@ -299,8 +295,6 @@ class ConnectorScheduler:
         hints = self.plan.hints.finish(request.request_id, now)
         receipt = self.receipts.finish(request.request_id, not_loaded)
         answer = with_receipt(ticket, asked, receipt, hints)
-        if self.tiers is not None:
-            answer = self.tiers.shares.finish(request.request_id, answer)
         if self.observer is not None:
             self.observer.request_finished(request.request_id)
         return answer

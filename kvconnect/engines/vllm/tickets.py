@@ -8,6 +8,7 @@ import time
 from typing import Any, NamedTuple
 
 from kvconnect.disaggregation.messages import PrefillSource
+from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.errors import Refused
 from kvconnect.protocol.tickets import (
     STANDING_TICKET_KEY,
@@ -43,11 +44,14 @@ class TicketIssuer:
     """Issues tickets for ``source``, this engine, and verifies tickets of other engines.
 
     ``rank``: this engine's data-parallel rank if vLLM picks one of several engines for requests
-    without a rank; otherwise -1.
+    without a rank; otherwise -1. ``shares``: the tickets for cached blocks.
     """
 
-    def __init__(self, keys: Keys, rank: int, lease_s: float, source: PrefillSource) -> None:
+    def __init__(
+        self, keys: Keys, rank: int, lease_s: float, source: PrefillSource, shares: ShareTickets
+    ) -> None:
         self.source = source
+        self.shares = shares
         self._keys = keys
         self._rank = rank
         self._lease_s = lease_s

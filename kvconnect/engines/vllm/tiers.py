@@ -33,7 +33,6 @@ from kvconnect.tiers import (
 from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
 from kvconnect.tiers.messages import TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
-from kvconnect.transport.security import Keys, read_key
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
@@ -63,7 +62,9 @@ class TierScheduler:
         host: OffloadPlan,
         sizes: tuple[int, int],
         adapters: Adapters,
+        shares: ShareTickets,
     ) -> None:
+        self._shares = shares
         workers, self._slot_bytes = sizes
         peers = config.tiers.cache_peers
         self._writes = bool(config.tiers.disk or config.tiers.remote)
@@ -84,8 +85,6 @@ class TierScheduler:
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._ended = 0.0  # when the last step ended
         self._offers = Offers(host.index, peers.get("listen", "off") != "off")
-        keys = Keys(read_key(config.network), config.network.key_file) if peers else Keys()
-        self.shares = ShareTickets(keys, host.stats)
         shared = (host.index, groups, host.stats)
         self.plan = TierPlan(*shared, limits, self._choose, self._fetched)
 
@@ -99,7 +98,7 @@ class TierScheduler:
         """Look up a request's tokens [start, end); return whether it should ask again later."""
         hinted = self._host.hints.prefetch_tokens(request.request_id)
         wanted = self._names.wanted(request, hashes, tokens)
-        source = self.shares.source(request.request_id)
+        source = self._shares.source(request.request_id)
         wanted = wanted._replace(prefetch_tokens=hinted, source=source)
         return self.plan.lookup(request.request_id, wanted, now)
 

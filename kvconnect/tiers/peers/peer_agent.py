@@ -70,7 +70,8 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ask: workers of other engines, as ``IP:PORT``, or ``IP:FIRST-LAST`` for several ranks at
-            ports in a row. The engine's own addresses may be among them.
+            ports in a row. The engine's own addresses may be among them. ``[]``: only the engines
+            that a router names.
         listen: ``IP:PORT`` at which this engine serves blocks, an address of this machine that the
             others reach. Worker r listens at port + r, counted over all data-parallel engines.
             ``off``: it serves none.

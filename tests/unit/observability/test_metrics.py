@@ -279,9 +279,8 @@ def label_values(label: ast.expr | None, made: Collection[str]) -> set[str]:
         return label_values(label.body, made) | label_values(label.orelse, made)
     owner = ast.unparse(label).removesuffix(".value")  # "Tier.HOST", "failure.cause", "_TYPE[x]"
     kind = LABEL_ENUMS.get(re.sub(r"\[.*?\]", "", owner).rpartition(".")[2])
-    named = [
-        m for m in (*Tier, *TransferType, *LoadReason) if f"{type(m).__name__}.{m.name}" == owner
-    ]
+    enums = (*Tier, *TransferType, *LoadReason, *IgnoredHint)
+    named = [m for m in enums if f"{type(m).__name__}.{m.name}" == owner]
     members = list(kind) if kind else named
     assert members, f"label={ast.unparse(label)}: which values?"
     return {m.value for m in members if f"{type(m).__name__}.{m.name}" in made}

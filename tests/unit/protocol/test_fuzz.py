@@ -23,6 +23,7 @@ def test_only_errors_of_the_library_come_out() -> None:
         "fuzz_cache_message",
         "fuzz_session",
         "fuzz_ticket",
+        "fuzz_share_ticket",
     }
 
 

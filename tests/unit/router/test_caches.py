@@ -404,9 +404,7 @@ async def test_the_engine_that_has_a_prompt_is_named_to_the_one_that_computes_it
         assert source.startswith("share ") and source.endswith(f" of {url.rpartition(':')[2]}")
         asked = [json.dumps(body) for engine in (*ps, *ds) for body in engine.asked]
         assert not any("forged" in body for body in asked)
-        assert sum("share " in body for body in asked) == 1, (
-            "where no engine had more, none is named"
-        )
+        assert sum("share " in body for body in asked) == 1, "else nobody had more"
 
 
 @on_loop
