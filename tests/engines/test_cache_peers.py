@@ -142,10 +142,10 @@ def test_a_source_that_the_router_names() -> None:
             return router.metric("kvconnect_router_kv_events_total", **events) > 0
 
         until(heard, "the router hears events")
-        busy = router.body(prompts()[0] + prompt_tokens(800, start=7000), 2500, stream=True)
+        busy = router.body(prompts()[-1] + prompt_tokens(800, start=500), 2500, stream=True)
         with router.open("/v1/completions", busy) as stream:
             assert stream.headers["X-KVConnect-Decode"] == "0", "it goes where its prefix is"
-            left = iter(prompts()[3:])
+            left = iter(prompts()[3:-1])
 
             def named() -> bool:
                 prompt = next(left)

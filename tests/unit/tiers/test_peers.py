@@ -40,7 +40,13 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import StoreMeter, parse_settings
-from kvconnect.tiers.messages import PrefetchBlocks, TierInstructions
+from kvconnect.tiers.messages import (
+    SECONDARY_TIERS,
+    LookupBlocks,
+    PrefetchBlocks,
+    TierAnswer,
+    TierInstructions,
+)
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers import dialling
 from kvconnect.tiers.peers.asking import Questions
@@ -904,6 +910,21 @@ def test_a_step_offers_blocks_before_it_overwrites_slots() -> None:
         worker.serve(TierInstructions(withdraw=True, served=[(key(5), 5)]), overwritten=[])
         assert [served.find(key(n)) is not None for n in (0, 3, 5)] == [False, False, True]
         until(lambda: bool(worker.poll()))
+        worker.close()
+
+
+def test_a_lookup_s_source_reaches_the_store() -> None:
+    geometry = Geometry((GroupGeometry((ByteRun(0, BLOCK, BLOCK),), 4),))
+    with engines(Engine, Engine) as [source, reader]:
+        source.keep(1, slot=0)
+        worker = TierWorker({Tier.PEER: reader.store}, reader.host, geometry)
+        assert worker.address == reader.agent.address
+        keys, there = (key(1), key(2)), SECONDARY_TIERS.index(Tier.PEER)
+        for named, found in (((), [0, 0]), (addresses(source), [there, 0])):
+            worker.submit([LookupBlocks(JobId(1), keys, named)])
+            answers: list[TierAnswer] = []
+            until(lambda: bool(answers.extend(worker.poll()) or answers))  # noqa: B023
+            assert [list(answer.found) for answer in answers] == [found]
         worker.close()
 
 
