@@ -1,4 +1,4 @@
-"""Background tasks of each engine: health, models and version, load, standing tickets, KV events.
+"""Background tasks of each engine: health, models and version, load, tickets, KV events.
 
 Event loop only.
 """
@@ -250,14 +250,14 @@ class Watcher:
         answer = _body_of(
             "/v1/completions", await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
         )
-        lifetime_s = NOT_SHARED_S
-        share = engine_bodies.share_ticket_of(answer) if TicketKind.SHARE in self._kinds else None
-        if share is not None:
-            self._upstream.hold_ticket(TicketKind.SHARE, rank, share, asked)
-            lifetime_s = share.lifetime_s
+        what, lifetime_s = InputKind.STANDING_TICKET, NOT_SHARED_S
+        if TicketKind.SHARE in self._kinds:
+            share = self._read(what, engine_bodies.share_ticket_of, answer)
+            if share is not None:
+                self._upstream.hold_ticket(TicketKind.SHARE, rank, share, asked)
+                lifetime_s = share.lifetime_s
         if TicketKind.STANDING in self._kinds:
-            read = engine_bodies.standing_ticket_of
-            standing = self._read(InputKind.STANDING_TICKET, read, answer)
+            standing = self._read(what, engine_bodies.standing_ticket_of, answer)
             self._metrics.count("standing_ticket_fetches", self._upstream.url, "ok")
             self._upstream.hold_ticket(TicketKind.STANDING, rank, standing, asked)
             lifetime_s = min(lifetime_s, standing.lifetime_s)

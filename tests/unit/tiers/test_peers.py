@@ -90,6 +90,12 @@ LEFT, RIGHT = [[HeadUnit(0, ((0, HALF),))]], [[HeadUnit(1, ((0, HALF),))]]
 """Two ranks have one head each."""
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not decide whether a named source is connected to in time."""
+    monkeypatch.setattr(dialling, "GREET_S", WAIT_S)
+
+
 def key(number: int) -> bytes:
     return block_key(SHARED, 0, b"hash %d" % number)
 
@@ -341,8 +347,10 @@ def test_a_named_source_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch)
         engines(Engine) as [source],
         engines(lambda: Engine(ask_s=0.01)) as [reader],
     ):
-        for _ in range(2):
-            assert reader.store.find([key(1)], (silent.getsockname(),)) == [0]
+        with monkeypatch.context() as hurried:
+            hurried.setattr(dialling, "GREET_S", 0.05)
+            for _ in range(2):
+                assert reader.store.find([key(1)], (silent.getsockname(),)) == [0]
         source.keep(1, slot=0)
         until(lambda: reader.store.find([key(1)], addresses(source)) == [BLOCK])
         monkeypatch.setattr(source.agent._serving, "on_message", lambda *_: None)
