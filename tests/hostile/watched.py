@@ -100,7 +100,9 @@ async def run(limit: int | None = None) -> Outcome:
         upstream = Upstream(Role.PREFILL, number, worker_of("x", name), Loads(60.0), _nothing)
         metrics.add_upstream(Role.PREFILL, upstream.url)
         upstreams.append(upstream)
-    watchers = [Watcher(upstream, ConnectionPool(60.0), metrics) for upstream in upstreams]
+    watchers = [
+        Watcher(upstream, ConnectionPool(60.0), metrics, shares=True) for upstream in upstreams
+    ]
     tasks = Supervisor(metrics.count)
     reading = tasks.keep(
         TaskKind.EVENTS, "x", lambda: subscribe(upstreams[0], index, metrics.count)
