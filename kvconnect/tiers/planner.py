@@ -226,11 +226,11 @@ class TierPlan:
             waiting.decided = True
             waiting.unpin(self._index)
 
-    def gauges(self) -> Iterator[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of the gauges."""
+    def gauges(self, removals: int = 0) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of the gauges. ``removals``: jobs that are not the plan's."""
         waiting = sum(not waiting.decided for waiting in self._waiting.values())
         yield "tier_waiting_requests", waiting, None
-        yield "tier_jobs_in_flight", len(self._jobs), None
+        yield "tier_jobs_in_flight", len(self._jobs) + removals, None
 
     def _time_out(self, job: TierJob) -> None:
         """Let others store, prefetch and write back the blocks of a job that takes too long. Its

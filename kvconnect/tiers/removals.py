@@ -72,6 +72,11 @@ class Removals:
         self._last = 0
 
     @property
+    def jobs(self) -> int:
+        """Jobs that the workers have."""
+        return int(self._open is not None)
+
+    @property
     def busy(self) -> bool:
         """Whether a job can be planned or is unanswered: the engine must keep stepping."""
         return self._open is not None or bool(self._queue) or self._released()

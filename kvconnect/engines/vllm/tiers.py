@@ -203,7 +203,7 @@ class TierScheduler:
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
         """Yield gauges as (name, value, label)."""
-        return self.plan.gauges()
+        return self.plan.gauges(self._removals.jobs)
 
     def _written_first(self, blocks: Mapping[Block, int]) -> Collection[int]:
         """Return the slots of blocks to demote that are to be written to a secondary tier first."""

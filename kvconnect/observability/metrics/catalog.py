@@ -203,7 +203,7 @@ CATALOG: tuple[Metric, ...] = (
     Metric("tier_waiting_requests", "gauge", "requests",
            "Requests that wait for a secondary tier.", _STEP, absent=(SGLANG,)),
     Metric("tier_jobs_in_flight", "gauge", "jobs",
-           "Lookups, prefetches and write-backs not yet answered by every rank.", _STEP),
+           "Lookups, prefetches, write-backs and removals not yet answered by every rank.", _STEP),
     Metric("peer_refused_blocks", "counter", "blocks",
            "Blocks that another engine asked for and that were not sent, because as much is being "
            "sent as may be.",
