@@ -284,16 +284,13 @@ class ConnectorScheduler:
         """End a request; return the ``kv_transfer_params`` of its response. Blocks that are being
         stored or handed off stay held until that ends."""
         self._gauges.moved = True
+        hashes, asked, now = self._hashes(request), request.kv_transfer_params, time.monotonic()
         self._requests.pop(request.request_id, None)
         self._matched.pop(request.request_id, None)
-        self.plan.finish_request(request.request_id, self._hashes(request))
+        self.plan.finish_request(request.request_id, hashes)
         if not self._requests:
             self.device.rest()
-        removing, not_loaded = False, None
-        if self.tiers is not None:
-            removing = self.tiers.release(request, self._hashes(request))
-            not_loaded = self.tiers.forget(request.request_id)
-        now, asked = time.monotonic(), request.kv_transfer_params
+        removing, not_loaded = self.tiers.finish(request, hashes) if self.tiers else (False, None)
         ticket = self.handoff.finish(request, now) if asked else None
         hints = self.plan.hints.finish(request.request_id, now, removing)
         receipt = self.receipts.finish(request.request_id, not_loaded)

@@ -137,9 +137,17 @@ class TierScheduler:
         for block in settled.dropped:
             self._keys.pop(block, None)
 
-    def release(self, request: Request, hashes: Sequence[Sequence[bytes]]) -> bool:
-        """Prepare that a request demotes or drops blocks. Call this before its end and before
-        :meth:`forget`. Return whether secondary tiers remove the dropped blocks and count them."""
+    def finish(
+        self, request: Request, hashes: Sequence[Sequence[bytes]]
+    ) -> tuple[bool, str | None]:
+        """End a request; call this before :meth:`HintPlan.finish`. Return whether secondary tiers
+        remove the blocks that it drops, and count them, and what :meth:`TierPlan.forget` does."""
+        removing = self._release(request, hashes)
+        self._names.forget(request.request_id)
+        return removing, self.plan.forget(request.request_id)
+
+    def _release(self, request: Request, hashes: Sequence[Sequence[bytes]]) -> bool:
+        """Prepare that a request demotes or drops blocks; return whether blocks are removed."""
         hint, blocks = self._host.hints.released(request.request_id)
         if hint is None:
             return False
@@ -154,11 +162,6 @@ class TierScheduler:
             index = self._host.index
             self._removals.add(DroppedBlock(key, absent(index, it)) for it, key in keys.items())
         return self._writes
-
-    def forget(self, req_id: str) -> str | None:
-        """Drop the state of a finished request; see :meth:`TierPlan.forget`."""
-        self._names.forget(req_id)
-        return self.plan.forget(req_id)
 
     def take(self, output: SchedulerOutput, now: float) -> TierInstructions:
         """Return this step's instructions for the workers."""
