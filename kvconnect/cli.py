@@ -192,6 +192,13 @@ def run_cache(refuse: Refuse, arguments: argparse.Namespace) -> int:
 
 
 def _cache_stats(inspect: ModuleType, arguments: argparse.Namespace) -> int:
+    if cache_command.is_router(arguments.folder):
+        code, text = cache_command.router_stats(arguments)
+        print(text)
+        return code
+    for flag in ("admin_token_file", "engine"):
+        if value := getattr(arguments, flag):
+            raise ConfigError(flag.replace("_", "-"), value, "only with the URL of a router")
     parts = inspect.stats(arguments.folder, arguments.model)
     if arguments.json:
         print(json.dumps([part.json() for part in parts]))
@@ -307,18 +314,25 @@ def _hide(done: int, total: int) -> None:
 
 def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    stats = what.add_parser("stats", help="blocks and bytes by worker and format")
+    stats = what.add_parser("stats", help="what a disk tier, or a router's engines, have cached")
     ls = what.add_parser("ls", help="list every block: worker, time, bytes and key")
     verify = what.add_parser("verify", help="read every block; remove bad ones if not in use")
     clear = what.add_parser("clear", help="remove blocks; no engine may use the folder")
     for each in (stats, ls, verify, clear):
-        each.add_argument("folder", metavar="DIR", help="path of the disk tier")
+        place = "path of the disk tier"
+        either = f"{place}, or URL of a router's admin API"
+        metavar, text = ("DIR|URL", either) if each is stats else ("DIR", place)
+        each.add_argument("folder", metavar=metavar, help=text)
         each.add_argument("--json", action="store_true", help="print JSON instead of lines")
         each.set_defaults(run=partial(run_cache, each.error))
+    of_router = "the router's admin token"
+    stats.add_argument("--admin-token-file", default="", metavar="PATH", help=of_router)
+    stats.add_argument("--engine", default="", metavar="URL", help="only this engine of a router")
     for each in cache_command.add_commands(what):
         each.set_defaults(run=partial(run_cache, each.error))
     for each in (stats, ls, clear):
         of_model = "only formats of this model; '' for formats of unknown models"
+        of_model += "; of a router: only its engines" if each is stats else ""
         each.add_argument("--model", metavar="NAME", help=of_model)
     for each in (ls, clear):
         old = "only blocks stored longer ago than 7d, 12h or 30m"

@@ -87,6 +87,7 @@ PURE = (
         "tiers/lookup.py",
         "tiers/writeback.py",
         "tiers/offers.py",
+        "tiers/removals.py",
     ),
     "tiers/cost_model.py",
     *(
@@ -104,7 +105,7 @@ PURE = (
     "observability/metrics/rates.py",
     *("router/policy/", "router/apis.py", "router/body.py", "router/options.py"),
     *("router/http/engine_bodies.py", "router/fleet/kv_events.py"),
-    *("router/fleet/pairing.py", "router/fleet/reports.py"),
+    *("router/fleet/pairing.py", "router/fleet/reports.py", "router/fleet/cache_reports.py"),
 )
 """Modules that decide and never do: no I/O, no clock, no thread, no tensor. Time and randomness
 come in as arguments, which replay needs."""

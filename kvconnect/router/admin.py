@@ -2,8 +2,9 @@
 
 ``GET /workers`` lists engines. ``POST /workers`` with ``{"role": "prefill", "worker": "URL"}`` adds
 one. ``POST /workers/drain``, ``POST /workers/switch`` (to the other role) and
-``DELETE /workers`` name an engine by ``role`` and ``url``. ``POST /cache`` controls the engines'
-caches (:mod:`kvconnect.router.cache_admin`). Every request needs the admin token.
+``DELETE /workers`` name an engine by ``role`` and ``url``. ``GET /cache`` reports on the engines'
+caches, ``POST /cache`` controls them (:mod:`kvconnect.router.cache_admin`). Every request needs the
+admin token.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ def make_admin(
     app.router.add_delete("/workers", admin.remove)
     app.router.add_post("/workers/drain", admin.drain)
     app.router.add_post("/workers/switch", admin.switch)
+    app.router.add_get("/cache", cache.stats)
     app.router.add_post("/cache", cache.apply)
     return app
 

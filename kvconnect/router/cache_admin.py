@@ -1,4 +1,8 @@
-"""Cache control for operators: sends a prompt with hints to engines. Event loop only.
+"""Cache control for operators: sends a prompt with hints to engines, and says what their caches
+hold. Event loop only.
+
+``GET /cache`` reports on all engines, or on those that ``model`` or ``url`` in the query name, from
+their metrics (:func:`~kvconnect.router.fleet.cache_reports.cache_stats`).
 
 ``POST /cache`` of the admin API takes a completion or chat request, and beside its fields:
 
@@ -21,6 +25,7 @@ from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import TOKENS, CacheHint, read_hints
 from kvconnect.protocol.options import OPTIONS_KEY, RECEIPT
 from kvconnect.router.body import SALT, read_body
+from kvconnect.router.fleet.cache_reports import cache_stats
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import Tenants
@@ -32,11 +37,12 @@ PREWARM = "prewarm"
 CACHE_HINTS = (PREWARM, *(hint.value for hint in CacheHint))
 _TIMED = (CacheHint.PIN.value, CacheHint.RETAIN.value)
 _NO_ANSWER = (ConnectionLost, Exhausted, Unreachable, Refused, asyncio.TimeoutError)
+_REPORT_S = 10.0  # limit of an engine's answer to /metrics
 _SHOWN = 200  # bytes of an engine's error to report
 
 
 class CacheAdmin:
-    """Handler of ``POST /cache``. ``timeout_s``: limit of each engine's answer."""
+    """Handlers of ``/cache``. ``timeout_s``: limit of each engine's answer to a prompt."""
 
     def __init__(
         self, fleet: Fleet, pool: ConnectionPool, tenants: Tenants, timeout_s: float
@@ -73,6 +79,43 @@ class CacheAdmin:
         ranks = ((one, rank) for one in engines for rank in _ranks(one))
         work = [self._ask(one, rank, path, raw) for one, rank in ranks]
         return web.json_response({"engines": await asyncio.gather(*work)})
+
+    async def stats(self, request: web.Request) -> web.Response:
+        """Report what the engines' caches hold and did.
+
+        Raises:
+            Refused: no engine has the model or the URL.
+        """
+        model, url = (request.query.get(name, "") for name in ("model", "url"))
+        engines = [
+            one
+            for one in self._fleet.all()
+            if not model or model in one.info.models
+            if not url or one.url == url.rstrip("/")
+        ]
+        if not engines and (model or url):
+            raise Refused("model", f"model {model!r}, url {url!r}: there is no such engine")
+        return web.json_response({"engines": await asyncio.gather(*map(self._report, engines))})
+
+    async def _report(self, upstream: Upstream) -> dict[str, Any]:
+        """Return what an engine's metrics say of its caches, or why they do not."""
+        engine = {
+            "role": upstream.role.value,
+            "url": upstream.url,
+            "engine": upstream.worker.engine.value,
+            "models": list(upstream.info.models),
+            "up": upstream.up,
+            "draining": upstream.draining,
+        }
+        if not upstream.up:
+            return {**engine, "error": "it is down"}
+        try:
+            status, answer = await self._pool.get(upstream.base, "/metrics", _REPORT_S)
+        except _NO_ANSWER as error:
+            return {**engine, "error": str(error) or "no answer"}
+        if status != 200:
+            return {**engine, "error": f"/metrics answered {status}"}
+        return {**engine, **cache_stats(answer.decode("utf-8", "replace"))}
 
     def _salt(self, body: dict[str, Any], api_key: str) -> None:
         if not api_key:

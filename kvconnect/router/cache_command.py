@@ -1,11 +1,14 @@
-"""``kvconnect cache pin`` and the like: asks a running router to control its engines' caches."""
+"""``kvconnect cache pin`` and the like: asks a running router to control its engines' caches, or
+what they hold."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ COMMANDS = {
 }
 """Command -> its help."""
 _TIMEOUT_S = 900.0  # engines answer within the router's own limit
+_URL = ("http://", "https://")
 
 
 def add_commands(what: Any) -> list[argparse.ArgumentParser]:
@@ -54,21 +58,55 @@ def ask_router(arguments: argparse.Namespace) -> tuple[int, str]:
         ConfigError: a file cannot be read, or the router refuses.
     """
     body = json.dumps(_body(arguments)).encode()
+    engines = _engines_of(f"{arguments.router.rstrip('/')}/cache", arguments, body)
+    failed = any("error" in engine for engine in engines)
+    return int(failed), json.dumps({"engines": engines}, indent=2)
+
+
+def is_router(place: str) -> bool:
+    """Return whether a place is a router's URL, not a folder."""
+    return place.startswith(_URL)
+
+
+def router_stats(arguments: argparse.Namespace) -> tuple[int, str]:
+    """Ask the router ``arguments.folder`` what caches hold; return the exit code and the text. 1:
+    an engine does not say it.
+
+    Raises:
+        ConfigError: a file cannot be read, or the router refuses.
+    """
+    if not arguments.admin_token_file:
+        raise ConfigError("admin-token-file", "", "name the file of the router's admin token")
+    asked = {"model": arguments.model or "", "url": arguments.engine}
+    query = urllib.parse.urlencode({name: value for name, value in asked.items() if value})
+    engines = _engines_of(f"{arguments.folder.rstrip('/')}/cache?{query}", arguments)
+    failed = any("error" in engine for engine in engines)
+    if arguments.json:
+        return int(failed), json.dumps({"engines": engines}, indent=2)
+    return int(failed), "\n".join(line for engine in engines for line in _lines(engine))
+
+
+def _engines_of(
+    url: str, arguments: argparse.Namespace, body: bytes | None = None
+) -> list[dict[str, Any]]:
+    """Return what a router's admin API answers of each engine.
+
+    Raises:
+        ConfigError: the token cannot be read, or the router refuses or does not answer.
+    """
     token = _text("admin-token-file", arguments.admin_token_file)
-    url = f"{arguments.router.rstrip('/')}/cache"
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError("URL", arguments.router, "use a URL such as http://127.0.0.1:8001")
+    if not is_router(url):
+        raise ConfigError("URL", url, "use a URL such as http://127.0.0.1:8001")
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, body, headers)  # checked above
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            said = json.load(answer)
+            engines: list[dict[str, Any]] = json.load(answer)["engines"]
+            return engines
     except urllib.error.HTTPError as error:
         raise ConfigError("URL", url, error.read().decode(errors="replace")) from error
     except (OSError, ValueError) as error:
         raise ConfigError("URL", url, f"the router does not answer: {error}") from error
-    failed = any("error" in engine for engine in said["engines"])
-    return int(failed), json.dumps(said, indent=2)
 
 
 def _body(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -93,3 +131,74 @@ def _text(field: str, path: str) -> str:
         return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(field, path, f"name a file that can be read: {error}") from error
+
+
+# The caches of one engine, in lines ---------------------------------------------------------------
+
+
+def _lines(engine: Mapping[str, Any]) -> Iterator[str]:
+    state = "draining" if engine["draining"] else "up" if engine["up"] else "down"
+    names = (engine["role"], engine["url"], engine["engine"], state, ", ".join(engine["models"]))
+    yield _plain("  ".join(names))
+    rows = {
+        "error": engine.get("error"),
+        "host": _host(engine.get("host", {})),
+        **{name: _tier(tier) for name, tier in engine.get("tiers", {}).items()},
+        "prompts": _prompts(engine),
+        **{f"hints {name}": _counts(row) for name, row in engine.get("hints", {}).items()},
+        "peers": _peers(engine.get("peers", {})),
+    }
+    for name, text in rows.items():
+        if text:
+            yield _plain(f"    {name:<14}  {text}")
+
+
+def _host(host: Mapping[str, float]) -> str:
+    parts = (
+        _of(host, "blocks", lambda blocks: f"{blocks:.0f}", " blocks"),
+        _of(host, "bytes", _mib, " MiB"),
+        *(
+            f"{host[f'blocks_{k}']:.0f} {k}"
+            for k in ("pinned", "retained")
+            if f"blocks_{k}" in host
+        ),
+    )
+    return ", ".join(filter(None, parts))
+
+
+def _tier(tier: Mapping[str, Any]) -> str:
+    used = _of(tier, "bytes", _mib, " MiB")
+    return ", ".join(filter(None, (used, "available" if tier["available"] else "not available")))
+
+
+def _prompts(engine: Mapping[str, Any]) -> str:
+    tokens = _counts(engine.get("prompt_tokens", {}))
+    return f"tokens {tokens}; {engine['hit_share']:.1%} not computed" if tokens else ""
+
+
+def _peers(peers: Mapping[str, float]) -> str:
+    sizes = (
+        f"{k} {_mib(peers[f'bytes_{k}'])} MiB" for k in ("read", "served") if f"bytes_{k}" in peers
+    )
+    refused = f"{peers['blocks_refused']:.0f} blocks refused" if "blocks_refused" in peers else ""
+    return ", ".join(filter(None, (*sizes, refused)))
+
+
+def _counts(row: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.0f}" for name, value in row.items() if value)
+
+
+def _of(row: Mapping[str, Any], name: str, show: Callable[[float], str], unit: str) -> str:
+    used, capacity = row.get(f"{name}_used"), row.get(f"{name}_capacity")
+    if used is None:
+        return ""
+    return f"{show(used)}{'' if capacity is None else f' of {show(capacity)}'}{unit}"
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:.1f}"
+
+
+def _plain(text: str) -> str:
+    """Return text that is safe for a terminal: engines name models and labels."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

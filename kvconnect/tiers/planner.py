@@ -63,11 +63,13 @@ class TierLimits(NamedTuple):
 
 
 class Promoted(NamedTuple):
-    """Blocks that were prefetched into the host tier for a request, and their (key, slot)."""
+    """Blocks that were prefetched into the host tier for a request, and their (key, slot); blocks
+    that were not found."""
 
     req_id: str
     blocks: Sequence[Block]
     places: Sequence[tuple[bytes, int]]
+    lost: Sequence[Block] = ()
 
 
 @dataclass(eq=False)
@@ -206,7 +208,9 @@ class TierPlan:
             return None
         job = finished.job
         if job.req_id is None:
-            self.write_backs.ended(job.slots, finished.timed_out)
+            pairs = zip(job.slots, finished.found, strict=True)
+            failed = [slot for slot, tier in pairs if not tier]
+            self.write_backs.ended(job.slots, finished.timed_out, failed)
         elif len(job.slots):
             return self._end_prefetch(job.req_id, finished, now)
         else:
@@ -223,11 +227,11 @@ class TierPlan:
             waiting.decided = True
             waiting.unpin(self._index)
 
-    def gauges(self) -> Iterator[tuple[str, float, str | None]]:
-        """Yield (name, value, label) of the gauges."""
+    def gauges(self, removals: int = 0) -> Iterator[tuple[str, float, str | None]]:
+        """Yield (name, value, label) of the gauges. ``removals``: jobs that are not the plan's."""
         waiting = sum(not waiting.decided for waiting in self._waiting.values())
         yield "tier_waiting_requests", waiting, None
-        yield "tier_jobs_in_flight", len(self._jobs), None
+        yield "tier_jobs_in_flight", len(self._jobs) + removals, None
 
     def _time_out(self, job: TierJob) -> None:
         """Let others store, prefetch and write back the blocks of a job that takes too long. Its
@@ -328,4 +332,5 @@ class TierPlan:
             waiting.pin(self._index, self._groups)
         pairs = zip(keys, slots, strict=True)
         places = [place for place, tier in zip(pairs, found, strict=True) if tier]
-        return Promoted(req_id, promoted, places)
+        lost = [block for block, tier in zip(blocks, found, strict=True) if not tier]
+        return Promoted(req_id, promoted, places, lost)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.models import BLOCK_SIZE
-from tests.engines.scenario import FULL, block_bytes, prompts
+from tests.engines.scenario import FULL, assert_nothing_leaks, block_bytes, disk, prompts, settle
 from tests.engines.server import Server, kv_transfer
 
 SLOTS = 64  # of the host tier, and blocks of the device: five prompts and a bit
@@ -96,3 +97,50 @@ def test_hints_that_are_wrong_change_nothing(server: Server) -> None:
     assert server.metric(name, reason="invalid") == 4
     assert server.metric("vllm:kvconnect_host_blocks_kept", hint="pin") == 0
     assert from_host(server, prompt) == FULL
+
+
+def with_disk(path: Path) -> str:
+    settings = {"host_bytes": SLOTS * block_bytes("llama"), "load_when": "always"}
+    return kv_transfer(**settings, disk=disk(path))
+
+
+def test_a_dropped_prompt_leaves_the_disk_too(tmp_path: Path) -> None:
+    dropped, evicted, other = prompts(3)
+    with Server("llama", with_disk(tmp_path), blocks=SLOTS) as first:
+        for prompt in (dropped, evicted, other):
+            ask(first, prompt)
+            settle(first)
+        assert ask(first, dropped, drop=True)[0]["prompt"] == len(dropped)
+        first.post("/reset_prefix_cache")
+        settle(first)
+        assert outcomes(first, "dropped") == BLOCKS
+        assert from_host(first, dropped) == 0
+        assert ask(first, dropped, drop=True)[0]["disk"] == 0  # computed, stored, dropped again
+        settle(first)
+        assert_nothing_leaks(first)
+    with Server("llama", with_disk(tmp_path), blocks=SLOTS) as second:
+        # This engine has the blocks on its disk only.
+        assert ask(second, evicted, drop=True)[0]["disk"] == FULL
+        settle(second)
+        second.post("/reset_prefix_cache")
+        for gone in (dropped, evicted):
+            assert ask(second, gone)[0]["disk"] == 0
+        assert ask(second, other)[0]["disk"] == FULL  # control: it was not dropped
+        assert outcomes(second, "not_removed") == 0
+
+
+def test_a_demoted_prompt_that_is_evicted_is_on_the_disk(tmp_path: Path, server: Server) -> None:
+    older, demoted, *rest = prompts(6)
+    with Server("llama", with_disk(tmp_path), blocks=SLOTS) as engine:
+        for with_tier in (engine, server):
+            first = [ask(with_tier, older)[1], ask(with_tier, demoted, demote=True)[1]]
+            for prompt in rest:
+                ask(with_tier, prompt)
+            settle(with_tier)
+            assert outcomes(with_tier, "demoted") >= BLOCKS
+            with_tier.post("/reset_prefix_cache")
+            receipt, tokens = ask(with_tier, demoted)
+            assert tokens == first[1]
+            found = (receipt["host"], receipt["disk"])
+            # Without a disk, the evicted blocks are lost.
+            assert found == (FULL - 8 * BLOCK_SIZE, 8 * BLOCK_SIZE if with_tier is engine else 0)

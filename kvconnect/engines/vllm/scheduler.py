@@ -284,15 +284,15 @@ class ConnectorScheduler:
         """End a request; return the ``kv_transfer_params`` of its response. Blocks that are being
         stored or handed off stay held until that ends."""
         self._gauges.moved = True
+        hashes, asked, now = self._hashes(request), request.kv_transfer_params, time.monotonic()
         self._requests.pop(request.request_id, None)
         self._matched.pop(request.request_id, None)
-        self.plan.finish_request(request.request_id, self._hashes(request))
+        self.plan.finish_request(request.request_id, hashes)
         if not self._requests:
             self.device.rest()
-        not_loaded = self.tiers.forget(request.request_id) if self.tiers is not None else None
-        now, asked = time.monotonic(), request.kv_transfer_params
+        removing, not_loaded = self.tiers.finish(request, hashes) if self.tiers else (False, None)
         ticket = self.handoff.finish(request, now) if asked else None
-        hints = self.plan.hints.finish(request.request_id, now)
+        hints = self.plan.hints.finish(request.request_id, now, removing)
         receipt = self.receipts.finish(request.request_id, not_loaded)
         answer = with_receipt(ticket, asked, receipt, hints)
         if self.observer is not None:

@@ -133,7 +133,7 @@ def vllm_tokens(text: str) -> dict[int, float]:
     """
     used: dict[int, float] = {}
     caches: dict[int, dict[str, str]] = {}
-    for name, labels, value in _samples(text, (_VLLM_USAGE, _VLLM_CACHE)):
+    for name, labels, value in samples(text, (_VLLM_USAGE, _VLLM_CACHE)):
         rank = _rank(labels.get("engine", ""))
         if rank is None:
             raise Refused("answer", f"a sample of {name} has no engine's number")
@@ -165,7 +165,7 @@ def vllm_received(text: str) -> float | None:
     None if it does not report them."""
     found = [
         value
-        for _, labels, value in _samples(text, (_VLLM_TOKENS,))
+        for _, labels, value in samples(text, (_VLLM_TOKENS,))
         if labels.get("source") == "external_kv_transfer"
     ]
     return sum(found) if found else None
@@ -194,7 +194,7 @@ def sglang_metric_tokens(text: str) -> dict[int, float]:
         Refused: a sample has no rank.
     """
     found: dict[int, float] = {}
-    for _, labels, value in _samples(text, (_SGLANG_TOKENS,)):
+    for _, labels, value in samples(text, (_SGLANG_TOKENS,)):
         rank = _rank(labels.get("dp_rank", "0"))
         if rank is None:
             raise Refused("answer", f"a sample of {_SGLANG_TOKENS} has no rank")
@@ -202,7 +202,7 @@ def sglang_metric_tokens(text: str) -> dict[int, float]:
     return found
 
 
-def _samples(text: str, names: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str], float]]:
+def samples(text: str, names: tuple[str, ...]) -> Iterator[tuple[str, dict[str, str], float]]:
     """Yield name, labels and value of the samples of the metrics ``names``."""
     for line in text.splitlines():
         if line.startswith(names) and len(line) <= _LINE:

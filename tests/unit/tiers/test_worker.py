@@ -17,9 +17,14 @@ from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.memory import MemoryStore
 from kvconnect.tiers.messages import (
+    ABSENT,
+    NOT_REMOVED,
+    REMOVED,
     SECONDARY_TIERS,
     LookupBlocks,
     PrefetchBlocks,
+    RemovalAnswer,
+    RemoveBlocks,
     TierAnswer,
     WriteBackBlocks,
 )
@@ -48,6 +53,13 @@ class Fragile(MemoryStore):
         self.reads = 0
         self.count = threading.Lock()
         self.broken = False
+
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
+        assert threading.current_thread().name.startswith("kvconnect-write-")
+        self.gate.wait(WAIT_S)
+        if self.broken:
+            raise OSError("told to")
+        return super().remove(keys)
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         self.gate.wait(WAIT_S)
@@ -79,7 +91,7 @@ class Bench:
         self.host.seal(slot, len(content))
         return content
 
-    def do(self, task: LookupBlocks | PrefetchBlocks | WriteBackBlocks) -> bytes:
+    def do(self, task: LookupBlocks | PrefetchBlocks | WriteBackBlocks | RemoveBlocks) -> bytes:
         self.tiers.submit([task])
         return self.answer().found
 
@@ -147,7 +159,7 @@ def test_blocks_that_were_written_back_come_back_sealed(bench: Bench, group: int
 def test_the_second_tier_has_what_the_first_lost(bench: Bench) -> None:
     bench.fill(0), bench.fill(1)
     bench.do(write_back([0, 1]))
-    bench.disk.remove([key(0)])
+    MemoryStore.remove(bench.disk, [key(0)])
     assert bench.do(LookupBlocks(JOB, (key(0), key(1)))) == bytes([REMOTE, DISK])
     assert bench.do(prefetch([0, 1, 2], [4, 5, 6])) == bytes([REMOTE, DISK, 0])
 
@@ -262,6 +274,60 @@ def test_a_store_that_cannot_be_closed_keeps_no_other_open(
     with pytest.raises(OSError, match="told to"):
         bench.tiers.close()
     assert not bench.remote.usage().available
+
+
+# Removals ---------------------------------------------------------------------------------------
+
+
+def removal(numbers: Sequence[int]) -> RemoveBlocks:
+    return RemoveBlocks(JOB, tuple(key(number) for number in numbers), 10.0)
+
+
+def test_blocks_are_removed_from_every_tier_and_no_others_are(bench: Bench) -> None:
+    for slot in range(3):
+        bench.fill(slot)
+    bench.do(write_back(range(3)))
+    MemoryStore.remove(bench.disk, [key(0)])
+    bench.tiers.submit([removal([0, 1, 7])])
+    answer = bench.answer()
+    assert isinstance(answer, RemovalAnswer)
+    assert answer.found == bytes([REMOVED, REMOVED, ABSENT])
+    assert bench.do(LookupBlocks(JOB, (key(0), key(1), key(2)))) == b"\0\0\1"
+
+
+def test_many_blocks_are_removed_in_many_calls(bench: Bench) -> None:
+    bench.fill(0)
+    bench.do(write_back([0]))
+    keys = (*(block_key(SHARED, 0, bytes([n // 250, n % 250])) for n in range(600)), key(0))
+    assert bench.do(RemoveBlocks(JOB, keys, 10.0)) == bytes(600) + bytes([REMOVED])
+
+
+def test_a_tier_that_fails_to_remove_says_so_and_the_others_do(bench: Bench) -> None:
+    bench.fill(0)
+    bench.do(write_back([0]))
+    bench.disk.broken = True
+    assert bench.do(removal([0])) == bytes([NOT_REMOVED])
+    assert bench.remote.exists([key(0)]) == [0] and bench.disk.exists([key(0)]) != [0]
+
+
+def test_a_tier_that_hangs_keeps_nobody_from_the_answer_of_later_removals(bench: Bench) -> None:
+    bench.fill(0)
+    bench.do(write_back([0]))
+    bench.disk.gate.clear()
+    bench.tiers.submit([removal([0])])
+    deadline = time.monotonic() + WAIT_S
+    while bench.remote.exists([key(0)]) != [0]:  # the other tier is done, the disk hangs
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    threads = bench.tiers._tiers.writers[Tier.DISK]
+    while not threads._running:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert bench.tiers.poll() == []
+    bench.now += 5.0
+    assert bench.do(removal([0])) == bytes([NOT_REMOVED])  # refused: a call is late
+    bench.disk.gate.set()
+    assert bench.answer().found == bytes([REMOVED])
 
 
 # A tier that hangs ------------------------------------------------------------------------------
