@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 OPTIONS_KEY = "kvconnect"
 """Key of the options in ``kv_transfer_params``, of a request and of its response."""
 RECEIPT = "receipt"
+"""Key of a receipt. A request has ``true`` or a nonce there, see :func:`nonce_of`."""
+RECEIPT_EVENT = "KVConnectReceipt"
+"""Type of the KV event that holds a receipt, and the nonce of the request that asked for it."""
 SHARE = "share"
 """The engine shall answer with its share ticket, see :mod:`kvconnect.protocol.share_tickets`."""
 SOURCE = "source"
 """Share ticket of another engine, which may have blocks of the prompt."""
 HINTS = "hints"
 """Key of what was done with a request's hints, beside its receipt."""
+
+_NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+def nonce_of(asked: Mapping[str, Any] | None) -> str | None:
+    """Return the nonce under which a request wants its receipt published among the KV events, None
+    if it has none. vLLM passes no ``kv_transfer_params`` on in streams."""
+    options = asked.get(OPTIONS_KEY) if asked else None
+    nonce = options.get(RECEIPT) if isinstance(options, dict) else None
+    return nonce if isinstance(nonce, str) and _NONCE.fullmatch(nonce) else None
 
 
 def with_receipt(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvconnect.protocol.options import RECEIPT
-from kvconnect.router.body import Body
+from kvconnect.router.body import Body, Prompt
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.policy.loads import Engine
 
@@ -39,14 +39,19 @@ class Api(NamedTuple):
     cached_details: bool = False
     method: str = "POST"
 
+    def streams_receipts(self, prompt: Prompt) -> bool:
+        """Return whether the answer to a prompt is a stream that can have one receipt."""
+        openai = not (self.decode_only or self.named_events)
+        return openai and prompt.streamed and prompt.single
+
     def with_options(
-        self, engine: Engine, body: Body, hints: Mapping[str, Any], *, receipt: bool
+        self, engine: Engine, body: Body, hints: Mapping[str, Any], *, receipt: bool | str
     ) -> Body:
         """Return a body for an engine, with hints on its prompt's blocks and their source, where
-        the engine takes them; ``receipt``: the response shall say where the prompt's KV came
-        from."""
+        the engine takes them; ``receipt``: the response shall say where the prompt's KV came from,
+        or the engine's KV events, under this nonce."""
         if engine is Engine.VLLM and not self.decode_only:
-            options = {**hints, RECEIPT: True} if receipt else hints
+            options = {**hints, RECEIPT: receipt} if receipt else hints
             return engine_bodies.options_body(body, options)
         if engine is Engine.SGLANG and receipt and self.cached_details:
             return engine_bodies.cached_details_body(body)

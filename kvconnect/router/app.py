@@ -103,6 +103,7 @@ class RouterHandlers:
             caches,
             RouterSpans(),
             DrainingPrefills(Supervisor(self._metrics.count)),
+            self._membership.receipts,
         )
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002

@@ -64,6 +64,7 @@ class Prompt(NamedTuple):
         sampled: several answers per prompt (``n``); SGLang has only one room for all of them.
         retention_s: seconds for which the client asks to keep the prompt's KV, in the words of
             OpenAI's or Anthropic's API; 0: it does not ask.
+        streamed: the client asks for a stream.
     """
 
     single: bool = True
@@ -72,6 +73,7 @@ class Prompt(NamedTuple):
     session: str = ""
     sampled: bool = False
     retention_s: float = 0.0
+    streamed: bool = False
 
 
 class PromptPrefix(NamedTuple):
@@ -156,8 +158,13 @@ def prompt_of(body: Body) -> Prompt:
     chars = sum(_chars_in(_bytes(body, key)) for key in _TEXTS if key in body)
     session = next(filter(None, (_text(body, key) for key in _SESSION)), "")
     tokens += chars // CHARS_PER_TOKEN
-    model, retention_s = _text(body, "model"), _retention_of(body)
-    return Prompt(one_prompt and one_answer, tokens, model, session, sampled, retention_s)
+    single, model, retention_s = (
+        one_prompt and one_answer,
+        _text(body, "model"),
+        _retention_of(body),
+    )
+    streamed = _bytes(body, "stream") == b"true"
+    return Prompt(single, tokens, model, session, sampled, retention_s, streamed)
 
 
 def prefix_of(body: Body) -> PromptPrefix:

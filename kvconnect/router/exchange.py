@@ -25,6 +25,7 @@ from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency, Tenant
 from kvconnect.router.http.client_side import ParsedRequest, Reply, RequestReader
 from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.http.receipts import OwedReceipts, ReceiptStream
 from kvconnect.router.http.upstream_request import (
     DrainingPrefills,
     EngineRequest,
@@ -72,6 +73,16 @@ class Services(NamedTuple):
     caches: Caches
     spans: RouterSpans
     draining_prefills: DrainingPrefills
+    receipts: Mapping[Upstream, OwedReceipts]
+
+
+class _Attempt(NamedTuple):
+    """The decode request, the first bytes of its response, and what passes the rest on if the
+    response is a stream."""
+
+    request: UpstreamRequest
+    first: bytes
+    passing: Reply | ReceiptStream
 
 
 class Exchange:
@@ -90,6 +101,7 @@ class Exchange:
         self._turn = turn  # number of the request; each retry adds one
         self._received_at = time.monotonic()
         self._hints: dict[str, float] = {}  # for engines, on the prompt's blocks
+        self._streams_receipt = False  # the answer is a stream that can have a receipt
         self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
 
     async def serve(self) -> web.StreamResponse:
@@ -154,6 +166,7 @@ class Exchange:
         )
         retain_s = min(asked.prompt.retention_s, self._services.options.listening.retention_s)
         self._hints = {CacheHint.RETAIN.value: retain_s} if retain_s else {}
+        self._streams_receipt = self._api.streams_receipts(asked.prompt)
         failure: UpstreamFailed | Rejected | None = None
         while True:
             fleet_view = self._services.fleet.view()
@@ -170,8 +183,8 @@ class Exchange:
             self._services.metrics.chosen(choice)
             self._services.caches.sent(choice.targets, asked.prefix)
             try:
-                async with self._attempt(choice, body) as (upstream_request, first):
-                    return await self._relay(upstream_request, first, choice.mode)
+                async with self._attempt(choice, body) as attempt:
+                    return await self._relay(attempt, choice.mode)
             except Rejected as error:
                 elsewhere = self._api.decode_only and error.answer.status in _NO_PATH
                 if not (elsewhere and failed_targets.add_unserved(fleet_view, choice)):
@@ -198,8 +211,8 @@ class Exchange:
     @asynccontextmanager
     async def _attempt(
         self, choice: RoutingChoice, body: Mapping[str, Any]
-    ) -> AsyncIterator[tuple[UpstreamRequest, bytes]]:
-        """Yield the decode request and the first bytes of its response.
+    ) -> AsyncIterator[_Attempt]:
+        """Yield the beginning of decode's response.
 
         Leaving the block ends both upstream requests, but lets prefill finish if the response is
         complete.
@@ -233,7 +246,11 @@ class Exchange:
                 else:
                     prefill = asyncio.create_task(computed)
                     ends.push_async_callback(self._end_prefill, prefill)
-            receipt = self._services.options.listening.receipts
+            passing: Reply | ReceiptStream = self._reply
+            receipt: bool | str = self._services.options.listening.receipts
+            if self._streams_receipt and (owed := self._services.receipts.get(decode)):
+                awaited = ends.enter_context(owed.awaited())
+                passing, receipt = ReceiptStream(self._reply, awaited), awaited.nonce
             hints = {**self._hints, **choice.decode.options}
             body = self._api.with_options(decode.worker.engine, body, hints, receipt=receipt)
             upstream_request = await ends.enter_async_context(
@@ -242,7 +259,7 @@ class Exchange:
             beginning = self._begin(upstream_request, body, overhead)
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
             self._services.metrics.added(choice.mode, overhead.seconds)
-            yield upstream_request, first
+            yield _Attempt(upstream_request, first, passing)
 
     async def _end_prefill(self, prefill: asyncio.Task[Any]) -> None:
         if self._outcome is RequestOutcome.OK:
@@ -280,20 +297,23 @@ class Exchange:
             upstream_request.first_event() if upstream_request.streams else upstream_request.read()
         )
 
-    async def _relay(
-        self, upstream_request: UpstreamRequest, first: bytes, mode: Mode
-    ) -> web.StreamResponse:
+    async def _relay(self, attempt: _Attempt, mode: Mode) -> web.StreamResponse:
         """Pass the response on to the client."""
+        upstream_request, first, passing = attempt
         if not upstream_request.streams:
             self._outcome = RequestOutcome.OK
+            if self._services.options.listening.receipts:
+                self._spans.answered(first)
             return self._reply.whole(EngineResponse(200, upstream_request.content_type, first))
         self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
         self._spans.first_byte()
         stream = await self._reply.begin(upstream_request.content_type)
         try:
-            await self._reply.write(first)
-            async for chunk in upstream_request.chunks(self._reply.forward):
-                await self._reply.write(chunk)
+            await passing.write(first)
+            async for chunk in upstream_request.chunks(passing.forward):
+                await passing.write(chunk)
+            if isinstance(passing, ReceiptStream):
+                self._spans.receipt(await passing.end())
             await stream.write_eof()
             self._outcome = RequestOutcome.OK
         except UpstreamFailed as error:

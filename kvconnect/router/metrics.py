@@ -77,6 +77,7 @@ class InputKind(str, Enum):
 _NO_MODE = ("none", "none")  # ended before a mode was chosen
 _TICKET_OUTCOMES = ("ok", "failed")
 _EVENT_OUTCOMES = ("ok", "replayed", "late", "lost", "refused")
+_RECEIPT_OUTCOMES = ("ok", "missing")
 _REPORT_OUTCOMES = ("ok", "discarded", "failed")
 
 
@@ -213,6 +214,9 @@ def _upstream_series(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...
     if role is Role.PREFILL:
         for said in _TICKET_OUTCOMES:
             yield "standing_ticket_fetches", (url, said)
+    else:
+        for said in _RECEIPT_OUTCOMES:
+            yield "stream_receipts", (url, said)
 
 
 def _create_series(families: Mapping[str, Any]) -> None:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from kvconnect.observability import tracing
+from kvconnect.router.http import engine_bodies
 from kvconnect.router.metrics import RequestOutcome, UpstreamOutcome
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
+from kvconnect.types import PromptSource
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from kvconnect.router.fleet.upstreams import Upstream
     from kvconnect.router.http.client_side import Reply
 
+_SUMS = ("prompt", *(source.value for source in PromptSource))  # of a receipt
 _NOT_FAILED = (RequestOutcome.OK, RequestOutcome.REJECTED, RequestOutcome.CANCELLED)
 _UPSTREAM_NOT_FAILED = (UpstreamOutcome.OK, UpstreamOutcome.REJECTED, UpstreamOutcome.CANCELLED)
 
@@ -57,6 +60,12 @@ class RequestSpans:
 
     def first_byte(self) -> None:
         """Record the first byte of a stream."""
+
+    def answered(self, answer: bytes) -> None:
+        """Record the receipt in a whole answer, if it has one."""
+
+    def receipt(self, receipt: engine_bodies.Receipt) -> None:
+        """Record where the tokens of the prompt came from."""
 
     def end(self, outcome: RequestOutcome, reply: Reply) -> None:
         """End the span of the request."""
@@ -126,6 +135,13 @@ class _TracedRequestSpans(RequestSpans):
 
     def first_byte(self) -> None:
         self._root.add_event("first_byte")
+
+    def answered(self, answer: bytes) -> None:
+        self.receipt(engine_bodies.receipt_of(answer))
+
+    def receipt(self, receipt: engine_bodies.Receipt) -> None:
+        for name in receipt.keys() & _SUMS:
+            self._root.set_attribute(f"kvconnect.{name}_tokens", receipt[name])
 
     def end(self, outcome: RequestOutcome, reply: Reply) -> None:
         self._root.set_attribute("kvconnect.outcome", outcome.value)

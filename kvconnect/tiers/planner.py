@@ -134,9 +134,6 @@ class TierPlan:
         self._misses = RecentMisses()
         self.write_backs = WriteBacks(index, limits.slots, limits.reused, stats)
 
-    def __repr__(self) -> str:
-        return f"<TierPlan {len(self._waiting)} requests, {len(self._jobs)} jobs>"
-
     @property
     def busy(self) -> bool:
         """Whether work is planned or an answer is awaited: the engine must keep stepping."""
@@ -170,9 +167,14 @@ class TierPlan:
         promoted, waiting.promoted = waiting.promoted, {}
         return promoted
 
+    def not_loaded(self, req_id: str) -> str | None:
+        """Return why not all that the tiers had was prefetched for a request: a decision as in
+        ``tier_decisions``; None if all was."""
+        waiting = self._waiting.get(req_id)
+        return None if waiting is None else waiting.not_loaded
+
     def forget(self, req_id: str) -> str | None:
-        """End a request. Return why not all that the tiers had was prefetched for it: a decision as
-        in ``tier_decisions``; None if all was."""
+        """End a request; return :meth:`not_loaded`."""
         waiting = self._waiting.pop(req_id, None)
         if waiting is None:
             return None

@@ -10,6 +10,12 @@ import zmq
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 
+def published_at(endpoint: str) -> tuple[str, ...]:
+    """Arguments of an engine that publishes its KV events there."""
+    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    return ("--kv-events-config", json.dumps(config))
+
+
 class Subscriber:
     """Collects what the engine publishes about its KV cache."""
 
@@ -26,8 +32,7 @@ class Subscriber:
         self._folder.cleanup()
 
     def engine_args(self) -> tuple[str, ...]:
-        config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self._endpoint}
-        return ("--kv-events-config", json.dumps(config))
+        return published_at(self._endpoint)
 
     def of_host_tier(self) -> tuple[list[BlockStored], list[BlockRemoved]]:
         """Everything published so far about the host tier."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.engines.models import BLOCK_SIZE, MODELS, prompt_tokens
-from tests.engines.server import Answer, Server
+from tests.engines.server import Answer, Client, Server
 
 HOST = "64MiB"
 PROMPT = 400  # tokens: 12 full blocks, two chunks of prefill
@@ -83,7 +83,7 @@ def hit_tokens(server: Server) -> float:
     return server.metric("vllm:kvconnect_hit_tokens_total", tier="host")
 
 
-def receipt(server: Server, prompt: list[int], **extra: Any) -> Any:
+def receipt(server: Client, prompt: list[int], **extra: Any) -> Any:
     """The receipt in the answer to a prompt, if there is one."""
     answer = json.loads(server.post("/v1/completions", server.body(prompt, 2, **extra)))
     return ((answer["kv_transfer_params"] or {}).get("kvconnect") or {}).get("receipt")

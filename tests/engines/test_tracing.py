@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import pytest
 
+from kvconnect.types import PromptSource
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import (
     BLOCKS_EACH,
+    HANDED_OFF,
     LIMITS,
     assert_quiet,
     decode_config,
@@ -169,6 +171,15 @@ def assert_tree(spans: list[Seen], client_span: str) -> None:
     assert not any(span.failed for span in spans), text
 
 
+def sums(spans: list[Seen], service: str) -> dict[str, int]:
+    """Return the sums of a receipt that are not 0, of an engine's prefill span."""
+    found = one(spans, "kvconnect.prefill", service).attributes
+    names = [source.value for source in PromptSource]
+    told = {name: found[f"kvconnect.{name}_tokens"] for name in names}
+    assert sum(told.values()) == found["kvconnect.prompt_tokens"] == PROMPT
+    return {name: tokens for name, tokens in told.items() if tokens}
+
+
 def test_push(fleet: Fleet) -> None:
     forget(fleet)
     fleet.traced.complete(prompts()[1], NEW)  # a standing ticket is held, the engines have met
@@ -178,6 +189,8 @@ def test_push(fleet: Fleet) -> None:
     assert_tree(spans, client_span)
     assert one(spans, "choose").attributes["kvconnect.mode"] == "push"
     assert one(spans, "kvconnect.prefill", "prefill").events == ("step",) * CHUNKS
+    assert sums(spans, "prefill") == {"computed": PROMPT}
+    assert sums(spans, "decode") == {"handoff": HANDED_OFF, "computed": PROMPT - HANDED_OFF}
     assert_quiet(fleet.prefill, fleet.decode)
     assert received_bytes(fleet.decode) - moved[0] == NBYTES
     assert sent_bytes(fleet.prefill) - moved[1] == NBYTES
@@ -228,6 +241,7 @@ def test_loads_from_host_and_disk(fleet: Fleet) -> None:
     spans = fleet.collector.wait(trace, whole)
     lookup, load = one(spans, "kvconnect.lookup"), one(spans, "kvconnect.load")
     assert lookup.attributes["kvconnect.found_tokens"] == FULL
+    assert sums(spans, "decode") == {"host": FULL, "computed": PROMPT - FULL}
     assert lookup.ended <= load.began and load.ended <= one(spans, "kvconnect.prefill").began
     assert "kvconnect.fetch" not in [span.name for span in spans]
 

@@ -17,7 +17,7 @@ import xxhash
 from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.protocol import cache_messages, codec, messages, nixl_messages, tickets
 from kvconnect.router.fleet import reports
-from kvconnect.router.fleet.kv_events import RankEvents
+from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
 from kvconnect.router.fleet.sources import etcd, local
 from kvconnect.router.http import http1
 from kvconnect.router.policy.loads import Target as Engine
@@ -97,8 +97,9 @@ def disk_heads(data: bytes) -> None:
 
 @expecting(Refused)
 def events(data: bytes) -> None:
-    index = PrefixIndex()
-    RankEvents(Engine(0, 0), index).receive(0, data)
+    for told in receipts_in(data):
+        assert isinstance(told.nonce, str) and len(told.receipt) < len(data)
+    RankEvents(Engine(0, 0), PrefixIndex()).receive(0, data)
 
 
 def loads(data: bytes) -> None:

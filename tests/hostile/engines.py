@@ -6,6 +6,7 @@ else anything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -17,7 +18,7 @@ import msgspec
 
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import reports
-from kvconnect.router.fleet.kv_events import RankEvents
+from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
 from kvconnect.router.fleet.sources import at_addresses, local
 from kvconnect.router.fleet.sources.etcd import Entries
 from kvconnect.router.fleet.sources.kubernetes import Slices
@@ -98,7 +99,12 @@ _STORED |= {"token_ids": [1, 2, 3, 4], "block_size": 2, "lora_id": None, "medium
 _STORED |= {"lora_name": None, "extra_keys": [None, None], "group_idx": 0}
 _STORED |= {"kv_cache_spec_kind": "full_attention", "cache_salt": None}
 _REMOVED = {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "group_idx": 0}
-_EVENTS = (_STORED, list(_STORED.values())[:-1], _REMOVED, list(_REMOVED.values()))
+_RECEIPT = {
+    "type": "KVConnectReceipt",
+    "nonce": "0" * 32,
+    "receipt": {"prompt": 2, "waited_s": 0.5},
+}
+_EVENTS = (_STORED, list(_STORED.values())[:-1], _REMOVED, list(_REMOVED.values()), _RECEIPT)
 _VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 2**64 - 1, -(2**63), 1.5, float("nan"), float("inf"), "", "x" * 10**5),
     *(b"", b"\xff" * 100, [], {}, [[]], [None], ["x"], [1.5], [b"\xff"], {1: 2}, {b"x": 1}),
@@ -200,6 +206,9 @@ def _hear(batch: bytes) -> str | None:
     feed = RankEvents(Target(0), index)
     good = msgspec.msgpack.encode([0.0, [_STORED], 0])
     feed.receive(0, good)
+    with contextlib.suppress(Refused):
+        if any(len(told.receipt) > 1000 or len(told.nonce) > 5000 for told in receipts_in(batch)):
+            return "a receipt of any size is taken"
     try:
         feed.receive(1, batch)
     except Refused:

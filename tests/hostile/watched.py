@@ -21,8 +21,9 @@ import zmq
 from kvconnect.router import supervisor
 from kvconnect.router.fleet import watch
 from kvconnect.router.fleet.upstreams import Upstream
-from kvconnect.router.fleet.watch import Watcher, subscribe
+from kvconnect.router.fleet.watch import Subscriber, Watcher
 from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.http.receipts import OwedReceipts
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import worker_of
 from kvconnect.router.policy.loads import Loads, Role, Target
@@ -104,9 +105,9 @@ async def run(limit: int | None = None) -> Outcome:
         Watcher(upstream, ConnectionPool(60.0), metrics, shares=True) for upstream in upstreams
     ]
     tasks = Supervisor(metrics.count)
-    reading = tasks.keep(
-        TaskKind.EVENTS, "x", lambda: subscribe(upstreams[0], index, metrics.count)
-    )
+    owed = OwedReceipts(lambda outcome: None)
+    subscriber = Subscriber(upstreams[0], index, metrics.count, owed)
+    reading = tasks.keep(TaskKind.EVENTS, "x", subscriber.run)
     with ExitStack() as ends:
         for name, value in _QUICK.items():
             ends.callback(setattr, watch, name, getattr(watch, name))

@@ -95,7 +95,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if translate.is_traced(self._vllm_config):
             from kvconnect.engines.vllm.tracing import RequestTracing
 
-            scheduler.observer = RequestTracing(self._vllm_config.parallel_config.world_size)
+            workers = self._vllm_config.parallel_config.world_size
+            scheduler.observer = RequestTracing(workers, scheduler.receipts.sources)
         return scheduler
 
     @cached_property
@@ -268,8 +269,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished_all_groups(request, (block_ids,))
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """See :meth:`EventLog.take`."""
-        return self.scheduler.events.take()
+        """See :meth:`EventLog.take` and :meth:`Receipts.take_events`."""
+        scheduler = self.scheduler
+        return [*scheduler.events.take(), *scheduler.receipts.take_events(scheduler.tiers)]
 
     def has_pending_push_work(self) -> bool:
         """Return whether jobs are open; if so, the engine keeps stepping."""

@@ -1,9 +1,9 @@
-"""KV events of the host tier, as vLLM's event types with medium ``CPU``."""
+"""KV events of the host tier, as vLLM's event types with medium ``CPU``, and of receipts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import (
@@ -26,9 +26,18 @@ from vllm.v1.kv_cache_interface import (
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.offload.index import RemovedBlock
+from kvconnect.protocol.options import RECEIPT_EVENT
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+class ReceiptEvent(KVCacheEvent, tag=RECEIPT_EVENT):  # type: ignore[call-arg]
+    """A request's receipt, for the subscriber that gave the request this nonce."""
+
+    nonce: str
+    receipt: dict[str, Any]
+
 
 _LOCAL = "LOCAL"  # to the engine that publishes the event
 

@@ -85,7 +85,7 @@ class SchedulerObserver(Protocol):
         """The workers' reports of a step have been handled."""
 
     def request_finished(self, req_id: str) -> None:
-        """A request is over. Its jobs may still be open."""
+        """A request is over, and its receipt can still be asked for. Its jobs may be open."""
 
 
 class ConnectorScheduler:
@@ -293,11 +293,10 @@ class ConnectorScheduler:
         removing, not_loaded = self.tiers.finish(request, hashes) if self.tiers else (False, None)
         ticket = self.handoff.finish(request, now) if asked else None
         hints = self.plan.hints.finish(request.request_id, now, removing)
-        receipt = self.receipts.finish(request.request_id, not_loaded)
-        answer = with_receipt(ticket, asked, receipt, hints)
         if self.observer is not None:
             self.observer.request_finished(request.request_id)
-        return answer
+        receipt = self.receipts.finish(request.request_id, not_loaded)
+        return with_receipt(ticket, asked, receipt, hints)
 
     def reset(self) -> None:
         """Forget all blocks of the host tier: the engine resets its prefix cache."""

@@ -26,7 +26,7 @@ from kvconnect.observability.tracing.otel import (
     record_send,
 )
 from kvconnect.offload.messages import JobReport, LoadBlocks
-from kvconnect.types import JobId, Tier, TransferId
+from kvconnect.types import JobId, PromptSource, Tier, TransferId
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -87,9 +87,12 @@ class _TracedRequest:
         """Whether the prompt has been computed."""
         return bool(self._request.num_output_tokens)
 
-    def computed(self) -> None:
-        """End the prefill span: the request has its first token, or will never have one."""
+    def computed(self, sources: Mapping[PromptSource, int]) -> None:
+        """End the prefill span: the request has its first token, or will never have one.
+        ``sources``: tokens of its prompt by where their KV came from."""
         if self._prefill is not None:
+            for source, tokens in sources.items():
+                self._prefill.set_attribute(f"kvconnect.{source.value}_tokens", tokens)
             if not (self.has_output or translate.ended_well(self._request)):
                 fail(self._prefill, self._request.status.name)
             self._prefill.end()
@@ -106,9 +109,9 @@ class _TracedRequest:
         self._storing -= 1
         self._end_store()
 
-    def finish(self) -> None:
+    def finish(self, sources: Mapping[PromptSource, int]) -> None:
         """Record that the request is over. Its store jobs may end later."""
-        self.computed()
+        self.computed(sources)
         self._over = True
         self._end_store()
 
@@ -142,10 +145,11 @@ class _Hold:
 class RequestTracing:
     """Makes spans of requests whose headers carry a sampled trace; a
     :class:`~kvconnect.engines.vllm.scheduler.SchedulerObserver`. ``workers`` workers answer each
-    job."""
+    job. ``sources`` returns the tokens of a request's prompt by where their KV came from."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, sources: Callable[[str], Mapping[PromptSource, int]]) -> None:
         self._workers = workers
+        self._sources = sources
         self._tracer = Tracer()
         self._traced: dict[str, _TracedRequest] = {}
         self._prefilling: dict[str, _TracedRequest] = {}
@@ -204,13 +208,13 @@ class RequestTracing:
         for notice in reports.notices if self._holds else ():
             self._on_notice(notice)
         for req_id in [r for r, traced in self._prefilling.items() if traced.has_output]:
-            self._prefilling.pop(req_id).computed()
+            self._prefilling.pop(req_id).computed(self._sources(req_id))
 
     def request_finished(self, req_id: str) -> None:
         self._prefilling.pop(req_id, None)
         traced = self._traced.pop(req_id, None)
         if traced is not None:
-            traced.finish()
+            traced.finish(self._sources(req_id))
 
     def _begin(self, job: LoadBlocks | Receive, name: str) -> None:
         traced = self._traced.get(job.req_id)

@@ -351,6 +351,9 @@ ROUTER_CATALOG: tuple[RouterMetric, ...] = (
         "Prompt tokens expected and found in prefill engines' caches, "
         "of requests whose answer reports them.", ("which",)),
     RouterMetric("kv_events", "counter", "KV event messages.", (*_ENGINE, "outcome")),
+    RouterMetric("stream_receipts", "counter",
+        "Streams whose receipt was asked for among the engine's KV events.",
+        ("upstream", "outcome")),
     RouterMetric("standing_ticket_fetches", "counter", "Standing tickets requested.",
         ("upstream", "outcome")),
     RouterMetric("load_reports", "counter", "Load reports requested.", (*_ENGINE, "outcome")),

@@ -1,4 +1,4 @@
-"""Decodes engines' KV events into a prefix index. Pure.
+"""Decodes engines' KV events: blocks into a prefix index, and receipts. Pure.
 
 vLLM and SGLang use one format: messages numbered from 0, each a msgpack array ``[time, events,
 rank]``. An event is a map with a ``type``; older versions send an array that begins with it.
@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from kvconnect.errors import Refused
+from kvconnect.protocol.options import RECEIPT_EVENT
 from kvconnect.router.policy.loads import Target
 from kvconnect.router.policy.prefixes import (
     TIER_OF_MEDIUM,
@@ -77,6 +78,13 @@ class _RemovedInOrder(_BlockRemoved, array_like=True, tag="BlockRemoved"):
     """The array form, from older versions."""
 
 
+class PublishedReceipt(msgspec.Struct):
+    """A request's receipt, and the nonce that the request came with."""
+
+    nonce: str
+    receipt: dict[str, int | float | str]
+
+
 _Event = _BlockStored | _BlockRemoved
 _KINDS: dict[str, tuple[type[_Event], type[_Event]]] = {
     "BlockStored": (_BlockStored, _StoredInOrder),
@@ -84,6 +92,7 @@ _KINDS: dict[str, tuple[type[_Event], type[_Event]]] = {
 }
 _CLEARED = "AllBlocksCleared"
 _MOST_GROUPS = 64  # limit of layer groups
+_MOST_RECEIPT = 2048  # bytes of a receipt's event; one has about 200
 
 
 class RankEvents:
@@ -182,6 +191,24 @@ def _events(payload: bytes) -> Iterator[_Event | None]:
                 yield msgspec.msgpack.decode(event, type=_KINDS[kind][form])
     except _UNREADABLE as error:
         raise Refused("events", f"malformed KV event message: {error!r}") from error
+
+
+def receipts_in(payload: bytes) -> Iterator[PublishedReceipt]:
+    """Yield the receipts in a message. Their order among other messages does not matter.
+
+    Raises:
+        Refused: the message, or one of them, is invalid.
+    """
+    if RECEIPT_EVENT.encode() not in payload:
+        return
+    try:
+        for event in msgspec.msgpack.decode(payload, type=_Batch).events:
+            if _kind_of(event) == (RECEIPT_EVENT, 0):
+                if len(memoryview(event)) > _MOST_RECEIPT:
+                    raise Refused("events", f"a receipt of more than {_MOST_RECEIPT} bytes")
+                yield msgspec.msgpack.decode(event, type=PublishedReceipt)
+    except _UNREADABLE as error:
+        raise Refused("events", f"malformed receipt in a KV event message: {error!r}") from error
 
 
 def _kind_of(event: Raw) -> tuple[str, int]:

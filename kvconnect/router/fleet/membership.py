@@ -21,11 +21,12 @@ from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.fleet.probe import ProbeFailed, Prober
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
-from kvconnect.router.fleet.watch import Watcher, subscribe
+from kvconnect.router.fleet.watch import Subscriber, Watcher
 from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.http.receipts import OwedReceipts
 from kvconnect.router.metrics import InputKind, RouterMetrics
 from kvconnect.router.options import RouterOptions, Worker
-from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.loads import Engine, Role
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
@@ -55,6 +56,7 @@ class Membership:
         self._source: dict[Upstream, str] = {}
         self._indexes = indexes
         self._readers: dict[Upstream, asyncio.Task[None]] = {}
+        self.receipts: dict[Upstream, OwedReceipts] = {}  # of engines that publish them
         self.prober = Prober(fleet, pool, metrics)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -142,11 +144,20 @@ class Membership:
         shares = computes and index is not None
         watcher = Watcher(upstream, self._pool, self._metrics, shares=shares)
         self._watchers[upstream], self._source[upstream] = watcher, source
-        if index is not None and upstream.worker.events:
-            reading = partial(subscribe, upstream, index, self._metrics.count)
+        if upstream.worker.events:
+            self._read_events(upstream)
+        return watcher
+
+    def _read_events(self, upstream: Upstream) -> None:
+        index, owed = self._indexes.get(upstream.role), None
+        answers = upstream.role is Role.DECODE and upstream.worker.engine is Engine.VLLM
+        if answers and self._options.listening.receipts:
+            count = partial(self._metrics.count, "stream_receipts", upstream.url)
+            owed = self.receipts[upstream] = OwedReceipts(count)
+        if index is not None or owed is not None:
+            reading = Subscriber(upstream, index, self._metrics.count, owed).run
             reader = self._background(TaskKind.EVENTS, upstream.url, reading)
             self._readers[upstream] = reader
-        return watcher
 
     async def _forget(self, upstream: Upstream) -> None:
         while upstream.open:
@@ -157,6 +168,7 @@ class Membership:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         self._watchers.pop(upstream, None)
+        self.receipts.pop(upstream, None)
         self._fleet.remove(upstream)
         self._pool.forget(upstream.base)
         logger.info("%s engine %s was removed", upstream.role.value, upstream.url)

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import reports
-from kvconnect.router.fleet.kv_events import RankEvents
+from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
 from kvconnect.router.fleet.upstreams import Upstream
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.engine_bodies import TicketKind
@@ -30,6 +30,7 @@ from kvconnect.router.http.http1 import (
     request_head,
 )
 from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.http.receipts import OwedReceipts
 from kvconnect.router.metrics import InputKind, RouterMetrics
 from kvconnect.router.policy.loads import Engine, Role, Target
 from kvconnect.router.policy.prefixes import PrefixIndex
@@ -298,11 +299,18 @@ Count = Callable[..., None]
 
 
 class Subscriber:
-    """Applies the KV events of one engine, of all its ranks, to the index of its role."""
+    """Applies the KV events of one engine, of all its ranks, to the index of its role, and hands
+    over the receipts that it owes. ``index``, ``owed``: None if not needed."""
 
-    def __init__(self, upstream: Upstream, index: PrefixIndex, count: Count) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        index: PrefixIndex | None,
+        count: Count,
+        owed: OwedReceipts | None = None,
+    ) -> None:
         self._upstream = upstream
-        self._index = index
+        self._index, self._owed = index, owed
         self._count = count
         self._tasks = Supervisor(count)
         self._context = zmq.asyncio.Context.instance()
@@ -327,7 +335,8 @@ class Subscriber:
     async def _end(self, rank: int | None, task: asyncio.Task[None]) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        self._index.cleared(Target(self._upstream.index, rank))
+        if self._index is not None:
+            self._index.cleared(Target(self._upstream.index, rank))
 
     def _ranks(self) -> list[int | None]:
         ranks = len(self._upstream.loads.own)
@@ -335,7 +344,8 @@ class Subscriber:
 
     async def _follow(self, rank: int | None) -> None:
         worker = self._upstream.worker
-        feed = RankEvents(Target(self._upstream.index, rank), self._index)
+        target, index = Target(self._upstream.index, rank), self._index
+        feed = None if index is None else RankEvents(target, index)
         with self._context.socket(zmq.SUB) as socket:
             socket.linger = 0
             socket.maxmsgsize = _MOST_BYTES
@@ -345,15 +355,18 @@ class Subscriber:
                 frames = await socket.recv_multipart()
                 try:
                     _, number, payload = frames
+                    if self._owed is not None:
+                        for told in receipts_in(payload):
+                            self._owed.arrived(told.nonce, told.receipt)
                     await self._receive(feed, rank, _number(number), payload)
                 except (Refused, ValueError) as error:
                     logger.warning("KV events of %s: %s", self._upstream.url, error)
                     self._count_outcome("refused")
 
     async def _receive(
-        self, feed: RankEvents, rank: int | None, number: int, payload: bytes
+        self, feed: RankEvents | None, rank: int | None, number: int, payload: bytes
     ) -> None:
-        if feed.receive(number, payload):
+        if feed is None or feed.receive(number, payload):
             self._count_outcome("ok")
             return
         known, whole = feed.next_number > 0, True
@@ -388,8 +401,3 @@ def _number(frame: bytes) -> int:
     if len(frame) != len(_REPLAY_END) or frame[0] >= 128:
         raise Refused("events", "a message without a number")
     return int.from_bytes(frame, "big")
-
-
-async def subscribe(upstream: Upstream, index: PrefixIndex, count: Count) -> None:
-    """Apply the KV events of an engine to ``index``, until cancelled."""
-    await Subscriber(upstream, index, count).run()

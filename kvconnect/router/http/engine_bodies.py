@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import Refused
-from kvconnect.protocol.options import OPTIONS_KEY, SHARE
+from kvconnect.protocol.options import OPTIONS_KEY, RECEIPT, SHARE
 from kvconnect.protocol.share_tickets import SHARE_EXPIRY_KEY, SHARE_TICKET_KEY
 from kvconnect.router.body import Body
 
@@ -27,6 +27,7 @@ _RANK = "kvconnect_card_rank"
 _MOONCAKE = "remote_bootstrap_addr"
 _TOKEN_IDS = "prompt_token_ids"  # of vLLM: in a prefill response, and in the ticket for decode
 _WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
+_EVENT_END = b"\n\n"
 _OPENING = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
 ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1}
 SGLANG_GENERATE = "/generate"  # path of SGLang's own completion API
@@ -34,6 +35,9 @@ REQUEST_ID = "rid"  # field with a client's request id for SGLang
 RANK_HEADER = "X-data-parallel-rank"
 ROOMS = 2**63 - 2**20
 """Upper bound of rooms. SGLang takes the following numbers for a request's further prompts."""
+
+Receipt = Mapping[str, int | float | str]
+"""Where the tokens of a prompt came from, as a vLLM engine says it."""
 
 
 class BootstrapRoom(NamedTuple):
@@ -172,6 +176,27 @@ class _Counted(msgspec.Struct):
     meta_info: _Cached | None = None
 
 
+class _Options(msgspec.Struct):
+    receipt: dict[str, int | float | str] = {}
+
+
+class _Params(msgspec.Struct):
+    options: _Options = msgspec.field(default_factory=_Options, name=OPTIONS_KEY)
+
+
+class _Receipted(msgspec.Struct):
+    kv_transfer_params: _Params | None = None
+
+
+class _ChunkHead(msgspec.Struct):
+    """What the chunks of one stream have in common."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
 _ANSWER = msgspec.json.Decoder(_Answer)
 _COUNTED = msgspec.json.Decoder(_Counted)
 
@@ -205,6 +230,26 @@ def cached_tokens_of(answer: bytes) -> int | None:
     details = said.usage and said.usage.prompt_tokens_details
     found = details or said.meta_info
     return found.cached_tokens if found else None
+
+
+def receipt_of(answer: bytes) -> Receipt:
+    """Return the receipt in a whole response, empty if it has none."""
+    try:
+        params = msgspec.json.decode(answer, type=_Receipted).kv_transfer_params
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return {}
+    return params.options.receipt if params else {}
+
+
+def receipt_event(beginning: bytes, receipt: Receipt) -> bytes:
+    """Return the event that tells a receipt within a stream of OpenAI's API: a chunk like those in
+    the stream's ``beginning``, without choices."""
+    try:
+        head = msgspec.to_builtins(msgspec.json.decode(_data_of(beginning), type=_ChunkHead))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        head = {}
+    chunk = {**head, "choices": [], _PARAMS: {OPTIONS_KEY: {RECEIPT: receipt}}}
+    return b"data: " + msgspec.json.encode(chunk) + _EVENT_END
 
 
 def standing_ticket_of(answer: bytes) -> EngineTicket:

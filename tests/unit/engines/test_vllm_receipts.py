@@ -6,16 +6,19 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.distributed.kv_events import KVEventBatch
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation.receives import SettledReceive
 from kvconnect.engines.vllm.receipts import Receipts
 from kvconnect.offload.jobs import CopyJob, Owner
 from kvconnect.offload.messages import FailedBlock, GroupBlocks
-from kvconnect.protocol.options import with_receipt
+from kvconnect.protocol.options import nonce_of, with_receipt
+from kvconnect.router.fleet.kv_events import receipts_in
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, PromptSource, Tier
 
@@ -32,8 +35,10 @@ def receipts(stats: OffloadingConnectorStats) -> Receipts:
     return Receipts(stats)
 
 
-def request(prompt: int = 100, output: int = 0) -> Any:
-    return SimpleNamespace(request_id="r", num_prompt_tokens=prompt, num_output_tokens=output)
+def request(prompt: int = 100, output: int = 0, nonce: Any = None) -> Any:
+    params = {"kvconnect": {"receipt": nonce}} if nonce is not None else None
+    counts = {"num_prompt_tokens": prompt, "num_output_tokens": output}
+    return SimpleNamespace(request_id="r", kv_transfer_params=params, **counts)
 
 
 def load(blocks: int, bad: int | None = None) -> CopyJob:
@@ -161,3 +166,73 @@ def test_a_receipt_is_given_to_who_asks(asked: Any) -> None:
     assert with_receipt(ticket, wants, RECEIPT) == {**ticket, "kvconnect": {"receipt": RECEIPT}}
     assert with_receipt(ticket, wants, None) is ticket
     assert with_receipt(ticket, asked, RECEIPT) is ticket
+
+
+# Receipts of streams ------------------------------------------------------------------------------
+
+NONCE = "0123456789abcdef" * 2
+
+
+def published(receipts: Receipts, tiers: Any = None) -> dict[str, Any]:
+    """What a router reads in the batch that vLLM would publish now, by nonce."""
+    batch = KVEventBatch(ts=1.0, events=receipts.take_events(tiers))  # type: ignore[arg-type]
+    return {told.nonce: told.receipt for told in receipts_in(msgspec.msgpack.encode(batch))}
+
+
+def test_a_stream_s_receipt_is_published_with_its_first_output(receipts: Receipts) -> None:
+    asked = request(nonce=NONCE)
+    receipts.looked_up(asked, 16, 1.0)
+    receipts.admitted(asked, {Tier.HOST: 64}, 64)
+    receipts.settled(load(4, bad=2), 2.0, GROUPS)
+    assert published(receipts) == {}, "a failed load may make the request start over"
+    asked.num_output_tokens = 1
+    found = published(receipts)
+    assert sources(found[NONCE]) == {"device": 16, "host": 32, "computed": 52}
+    assert published(receipts) == {}, "once"
+    receipts.looked_up(asked, 96, 9.0)  # a preemption
+    receipts.admitted(asked, {}, 0)
+    assert receipts.finish("r") == found[NONCE], "as in a whole answer"
+    assert published(receipts) == {}
+
+
+def test_a_request_may_end_with_its_first_output(receipts: Receipts) -> None:
+    asked = request(nonce=NONCE)
+    receipts.looked_up(asked, 16, 1.0)
+    receipts.admitted(asked, {}, 0)
+    asked.num_output_tokens = 1
+    receipt = receipts.finish("r", "late")
+    assert receipt is not None and receipt["not_loaded"] == "late"
+    assert published(receipts) == {NONCE: receipt}
+
+
+def test_what_the_tiers_declined_is_published_too(receipts: Receipts) -> None:
+    asked = request(nonce=NONCE)
+    receipts.looked_up(asked, 0, 1.0)
+    receipts.admitted(asked, {}, 0)
+    asked.num_output_tokens = 1
+    tiers = SimpleNamespace(plan=SimpleNamespace(not_loaded={"r": "recompute"}.get))
+    assert published(receipts, tiers)[NONCE]["not_loaded"] == "recompute"
+
+
+@pytest.mark.parametrize(
+    "nonce", [None, True, 1, "", NONCE[1:], NONCE.upper(), NONCE + "\n", [NONCE], {NONCE: NONCE}]
+)
+def test_nothing_is_published_for_who_has_no_nonce(receipts: Receipts, nonce: Any) -> None:
+    asked = request(nonce=nonce)
+    receipts.looked_up(asked, 16, 1.0)
+    receipts.admitted(asked, {}, 0)
+    asked.num_output_tokens = 1
+    assert nonce_of(asked.kv_transfer_params) is None
+    assert receipts.take_events(None) == []
+    assert receipts.finish("r") is not None and receipts.take_events(None) == []
+    assert nonce_of({"kvconnect": {"receipt": NONCE}}) == NONCE  # control
+
+
+def test_nothing_is_published_of_a_request_that_never_ran(receipts: Receipts) -> None:
+    receipts.looked_up(request(nonce=NONCE), 16, 1.0)
+    assert receipts.finish("r") is None and receipts.take_events(None) == []
+    asked = request(nonce=NONCE)
+    receipts.looked_up(asked, 16, 1.0)
+    receipts.admitted(asked, {Tier.HOST: 64}, 64)
+    receipts.looked_up(asked, 16, 2.0)  # it started over, and ended before it was admitted again
+    assert receipts.finish("r") is None and receipts.take_events(None) == []

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +33,7 @@ from tests.fakes.engine import (
     prefills,
     until,
 )
+from tests.fakes.event_publisher import batch, publisher
 
 TOKENS = list(range(100, 116))
 A = Target(0)
@@ -55,10 +54,6 @@ def stored(tokens: list[int], first: int = 1, parent: int | None = None, **more:
 
 def removed(*hashes: int, medium: str = "GPU", **more: Any) -> Any:
     return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium} | more
-
-
-def batch(*events: Any) -> bytes:
-    return msgspec.msgpack.encode([1.5, list(events), 0])
 
 
 def told(*events: Any) -> PrefixIndex:
@@ -252,49 +247,6 @@ def test_however_much_is_lost_nothing_is_claimed_that_is_gone(
 
 
 # Over ZMQ ---------------------------------------------------------------------------------------
-
-
-class Publisher:
-    """Publishes as the engines do, and repeats; ``mute`` loses what is published."""
-
-    def __init__(self) -> None:
-        self.context = zmq.asyncio.Context()
-        self.pub, self.router = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
-        self.port = self.pub.bind_to_random_port("tcp://127.0.0.1")
-        self.replay = self.router.bind_to_random_port("tcp://127.0.0.1")
-        self.sent: list[bytes] = []
-        self.repeated = 0
-
-    async def publish(self, *events: Any, mute: bool = False) -> None:
-        number = len(self.sent)
-        self.sent.append(batch(*events))
-        if not mute:
-            await self.pub.send_multipart([b"kv", number.to_bytes(8, "big"), self.sent[-1]])
-
-    async def repeat(self) -> None:
-        while True:
-            client, _, start = await self.router.recv_multipart()
-            self.repeated += 1
-            for number in range(int.from_bytes(start, "big"), len(self.sent)):
-                head = [client, b"", b"kv", number.to_bytes(8, "big")]
-                await self.router.send_multipart([*head, self.sent[number]])
-            end = (-1).to_bytes(8, "big", signed=True)
-            await self.router.send_multipart([client, b"", b"", end, b""])
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
-
-
-@contextlib.asynccontextmanager
-async def publisher() -> AsyncIterator[Publisher]:
-    found = Publisher()
-    repeating = asyncio.create_task(found.repeat())
-    try:
-        yield found
-    finally:
-        repeating.cancel()
-        await asyncio.gather(repeating, return_exceptions=True)
-        found.close()
 
 
 @on_loop

@@ -15,7 +15,9 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.observability import tracing
-from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, says
+from kvconnect.router.options import Listening
+from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, says, until
+from tests.fakes.event_publisher import publisher
 from tests.fakes.trace_collector import Collector, Seen, collecting
 
 ROUTE = "POST /v1/completions"
@@ -88,6 +90,46 @@ async def test_a_failed_attempt_shows(collector: Collector) -> None:
     spans = by_name(collector.spans(trace))
     assert spans[ROUTE][0].failed and spans["choose"][-1].failed
     assert spans[ROUTE][0].attributes["http.response.status_code"] == 502
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_loop
+async def test_where_a_prompt_s_tokens_came_from_stands_on_the_request(
+    collector: Collector, stream: bool
+) -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    receipt = {"prompt": 9, "device": 4, "peer": 2, "computed": 3, "waited_s": 0.5, "new": "x"}
+
+    async def tells(engine: FakeEngine, request: Any, body: dict[str, Any]) -> Any:
+        nonce = body["kv_transfer_params"]["kvconnect"]["receipt"]
+        await events.publish({"type": "KVConnectReceipt", "nonce": nonce, "receipt": receipt})
+        return await decodes(engine, request, body)
+
+    async with publisher() as events:
+        d.settings = f",events={events.port}"
+        async with bench([p], [d], listening=Listening(receipts=True)) as router:
+
+            async def heard() -> bool:
+                await events.publish()
+                labels = {"role": "decode", "upstream": d.url, "outcome": "ok"}
+                return await router.metric("kv_events_total", **labels) > 0
+
+            await until(heard)
+            if stream:
+                d.answer = tells
+            else:
+                d.answer = says(200, {"kv_transfer_params": {"kvconnect": {"receipt": receipt}}})
+            trace, headers = client_headers()
+            await router.post(ASK | {"stream": stream}, headers=headers)
+            d.answer = says(200, {"kv_transfer_params": {"kvconnect": {"receipt": "none"}}})
+            control, headers = client_headers()
+            await router.post(ASK, headers=headers)
+    found = by_name(collector.spans(trace))[ROUTE][0].attributes
+    sums = {name: value for name, value in found.items() if name.endswith("_tokens")}
+    wanted = {"prompt": 9, "device": 4, "peer": 2, "computed": 3}
+    assert sums == {f"kvconnect.{name}_tokens": value for name, value in wanted.items()}
+    found = by_name(collector.spans(control))[ROUTE][0].attributes
+    assert not [name for name in found if name.endswith("_tokens")]
 
 
 @on_loop

@@ -157,6 +157,12 @@ _MEMBERS = PanelRow(
             (Query(rate(router("kv_events_total"), "role, outcome"), "{{role}}: {{outcome}}"),),
         ),
         Panel(
+            "Receipts of streams",
+            "ops",
+            (Query(rate(router("stream_receipts_total"), "outcome"), "{{outcome}}"),),
+            about="Missing: an engine did not publish it in time, or publishes none.",
+        ),
+        Panel(
             "Load reports requested",
             "ops",
             (Query(rate(router("load_reports_total"), "role, outcome"), "{{role}}: {{outcome}}"),),
