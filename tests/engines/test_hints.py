@@ -96,3 +96,23 @@ def test_hints_that_are_wrong_change_nothing(server: Server) -> None:
     assert server.metric(name, reason="invalid") == 4
     assert server.metric("vllm:kvconnect_host_blocks_kept", hint="pin") == 0
     assert from_host(server, prompt) == FULL
+
+
+def test_hints_of_any_size_change_nothing(server: Server) -> None:
+    name = "vllm:kvconnect_ignored_cache_hints_total"
+    many = {str(number): number for number in range(1_000_000)}
+    nested: list[Any] = []
+    for _ in range(100):
+        nested = [nested]
+    prompt = prompts(1)[0]
+    plain = ask(server, prompt, pin=-1)[1]  # also makes the metric's series
+    server.settle()
+    before = server.metric(name, reason="invalid")
+    wrong = ("x" * (10 << 20), many, nested, [True] * 100_000, 10**300, 1e308, True)
+    for value in wrong:
+        assert ask(server, prompt, pin=value)[1] == plain
+    assert ask(server, prompt, retain=True, tokens=1e308, **many)[1] == plain
+    server.settle()
+    assert server.metric(name, reason="invalid") == before + len(wrong) + 1
+    assert server.metric("vllm:kvconnect_host_blocks_kept", hint="pin") == 0
+    assert from_host(server, prompt) == FULL

@@ -3,6 +3,7 @@ ends, and a peer that dies costs a miss."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from typing import Any, ClassVar
@@ -20,12 +21,23 @@ from hypothesis.stateful import (
 from kvconnect.config import DigestMode
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, HostIndex
+from kvconnect.tiers import LookupRequest, TierPlan
 from kvconnect.tiers.peers.fetching import Reads, _OpenRead
+from kvconnect.tiers.peers.peer_agent import _Dialler
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import SendLimit, Serving
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.base import PagesReceived
-from tests.unit.tiers.sharing_world import BLOCKS, SWAPPED, WHOLE, Engine, World, replaced
+from tests.unit.tiers.sharing_world import (
+    BLOCKS,
+    SWAPPED,
+    TOKENS,
+    WHOLE,
+    Asked,
+    Engine,
+    World,
+    replaced,
+)
 
 EVENTS = ["compute"] * 6 + ["ask"] * 8 + ["go"] * 8 + ["wait"] * 3 + ["thaw"] * 3
 EVENTS += ["garble", "overwrite", "hurry", "swap", "cut", "kill"] * 2
@@ -281,6 +293,22 @@ def test_slots_that_a_read_fills_are_not_served() -> None:
     world.end()
 
 
+@pytest.mark.parametrize(("salt", "found"), [("b", 0), ("", 0), ("a", BLOCKS)])
+def test_the_same_blocks_under_another_salt_are_not_read(salt: str, found: int) -> None:
+    """The last salt is the control: it is the source's own."""
+    world, source, reader = two("full")
+    source.compute("a", "x")
+    world.play(source)
+    hashes = source.hashes("a", "x", BLOCKS)
+    asked = LookupRequest([hashes], 0, TOKENS * BLOCKS, reader.prefix(salt))
+    reader.asked["r"] = Asked(asked, world.now)
+    reader.look("r")
+    world.play(reader)
+    assert world.seen["read: ok"] == len(reader.index.ready_slots(0, hashes)) == found
+    world.check()
+    world.end()
+
+
 # Negative controls --------------------------------------------------------------------------------
 
 
@@ -289,6 +317,7 @@ def _does_nothing(*_: object) -> None:
 
 
 _on_received, _submit, _abandon = Reads.on_received, TierWorker.submit, HostIndex.abandon
+_read, _lookup = Reads.read, TierPlan.lookup
 
 
 def _believes_pages(self: Reads, event: PagesReceived) -> None:
@@ -326,6 +355,20 @@ def _frees_at_once(self: HostIndex, slots: Any, held: bool = False) -> Any:
     return _abandon(self, [slot for slot in slots if self.slots.state(slot) == PENDING])
 
 
+def _counts_for_ever(self: Reads, group: int, wanted: Any) -> Any:
+    outcomes = _read(self, group, wanted)
+    for source in self._sources.all():
+        source.reading += 1
+    return outcomes
+
+
+def _waits_for_ever(self: TierPlan, req_id: str, request: LookupRequest, now: float) -> bool:
+    waits = _lookup(self, req_id, request, now)
+    if waits:
+        self._waiting[req_id].deadline = math.inf
+    return waits
+
+
 WRONG = "a wrong block"
 CONTROLS: dict[str, tuple[type, str, Any, str]] = {
     "a source does not notice what is overwritten": (
@@ -340,6 +383,9 @@ CONTROLS: dict[str, tuple[type, str, Any, str]] = {
     "slots of late jobs are free": (HostIndex, "abandon", _frees_at_once, "nobody's|a store"),
     "a reader does not hear of a loss": (Reads, "on_down", _does_nothing, "never ends"),
     "a source does not hear of a loss": (Serving, "on_down", _does_nothing, "never ends"),
+    "reads count for ever": (Reads, "read", _counts_for_ever, "miscounted"),
+    "a request waits for ever": (TierPlan, "lookup", _waits_for_ever, "waits too long"),
+    "who was lost is not dialled again": (_Dialler, "lost", _does_nothing, "no longer share"),
     "bytes that were sent count for ever": (SendLimit, "ended", _does_nothing, "miscounted"),
 }
 
