@@ -73,6 +73,28 @@ def test_a_prompt_that_another_engine_has() -> None:
             assert_nothing_leaks(reader)
 
 
+def test_tenants_share_with_themselves_alone() -> None:
+    """Equal prompts under other salts are computed; under the same salt they are read."""
+    first, second = free_port(), free_port()
+    mine, plain = prompts()[:2]
+    with (
+        Server("llama", shares(first)) as source,
+        Server("llama", shares(second, first)) as reader,
+    ):
+        want = source.complete(mine, NEW, cache_salt="a").tokens
+        source.complete(plain, NEW)
+        source.settle()
+        for prompt, salt in ((mine, {}), (mine, {"cache_salt": "b"}), (plain, {"cache_salt": "a"})):
+            assert reader.complete(prompt, NEW, **salt).cached == 0
+        assert hits(reader, "peer") == 0
+        shared = reader.complete(mine, NEW, cache_salt="a")  # control
+        assert (shared.tokens, shared.cached) == (want, FULL)
+        assert hits(reader, "peer") == FULL
+        assert reader.complete(plain, NEW).cached == FULL
+        assert_nothing_leaks(source)
+        assert_nothing_leaks(reader)
+
+
 @pytest.mark.parametrize("model", ["gemma3", "deepseek_v2"])
 def test_other_attention_kinds(model: str) -> None:
     first, second = free_port(), free_port()

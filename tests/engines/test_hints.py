@@ -144,3 +144,23 @@ def test_a_demoted_prompt_that_is_evicted_is_on_the_disk(tmp_path: Path, server:
             found = (receipt["host"], receipt["disk"])
             # Without a disk, the evicted blocks are lost.
             assert found == (FULL - 8 * BLOCK_SIZE, 8 * BLOCK_SIZE if with_tier is engine else 0)
+
+
+def test_hints_of_any_size_change_nothing(server: Server) -> None:
+    name = "vllm:kvconnect_ignored_cache_hints_total"
+    many = {str(number): number for number in range(1_000_000)}
+    nested: list[Any] = []
+    for _ in range(100):
+        nested = [nested]
+    prompt = prompts(1)[0]
+    plain = ask(server, prompt, pin=-1)[1]  # also makes the metric's series
+    server.settle()
+    before = server.metric(name, reason="invalid")
+    wrong = ("x" * (10 << 20), many, nested, [True] * 100_000, 10**300, 1e308, True)
+    for value in wrong:
+        assert ask(server, prompt, pin=value)[1] == plain
+    assert ask(server, prompt, retain=True, tokens=1e308, **many)[1] == plain
+    server.settle()
+    assert server.metric(name, reason="invalid") == before + len(wrong) + 1
+    assert server.metric("vllm:kvconnect_host_blocks_kept", hint="pin") == 0
+    assert from_host(server, prompt) == FULL

@@ -15,6 +15,7 @@ import argparse
 import base64
 import hashlib
 import hmac
+import json
 import random
 import sys
 import tracemalloc
@@ -23,7 +24,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvconnect.errors import KVConnectError, Misuse
+from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.protocol import (
     cache_messages,
     codec,
@@ -35,6 +36,7 @@ from kvconnect.protocol import (
 from kvconnect.protocol.auth import ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.types import Endpoint, Rank
+from tests.fuzz import readers
 
 MOST_BYTES = 8 << 20
 """Memory that one decoder may take at its worst: a few times the longest message."""
@@ -112,9 +114,23 @@ TICKET_BODY = msgspec.msgpack.encode(TICKET)
 SHARE_BODY = msgspec.msgpack.encode(
     share_tickets.ShareTicket(addresses=(("10.0.0.1", 7000),), expires=NOW)
 )
+HINTS: list[dict[str, object]] = [
+    {"pin": 600, "tokens": 64},
+    {"retain": 0.5, "receipt": True},
+    {"drop": True},
+    {"demote": True, "prefetch": False},
+    {"prefetch": True, "unknown": [{}]},
+]
+CACHE_BODIES: list[dict[str, object]] = [
+    {"model": "tiny", "prompt": "long", "hint": "pin", "seconds": 60, "tokens": 32},
+    {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "hint": "drop"},
+    {"model": "tiny", "prompt": [1, 2], "hint": "prewarm", "api_key": "key", "cache_salt": "s"},
+    {"model": "tiny", "prompt": "a", "hint": "prefetch", "url": "http://a:1", "vllm_xargs": {}},
+]
 HEADER = codec.pack_header(codec.FrameHeader(1, 2, 3, 4, 5, 6, 16))
 NUMBERS = (0, 1, 2, 8, 64, -1, 1.5, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, float("nan"))
 VALUES = (*NUMBERS, "", "x" * 300, b"", TRANSFER, None, True, [], [0] * 70, {}, {"a": 1})
+JSON_VALUES = (*NUMBERS, 1e308, 10**400, float("inf"), "", "\ud800", "x" * 300, None, True, [], {})
 
 # Inputs -----------------------------------------------------------------------------------------
 
@@ -236,6 +252,28 @@ def fuzz_params(rng: random.Random) -> None:
         tickets.verify(asked.ticket, KEY, NOW)
 
 
+def json_mutant(rng: random.Random, valid: dict[str, object]) -> bytes:
+    """JSON that is broken as bytes, or sound but with a value that is not."""
+    if rng.random() < 0.3:
+        return broken(rng, json.dumps(valid).encode())
+    some = rng.choice(list(valid))
+    return json.dumps(valid | {some: rng.choice(JSON_VALUES)}).encode()
+
+
+def fuzz_hints(rng: random.Random) -> None:
+    try:
+        options = json.loads(json_mutant(rng, rng.choice(HINTS)))
+    except ValueError as error:
+        raise Refused("body", "not JSON") from error
+    if not readers.hinted(options):
+        raise Refused("hint", "none is left")
+
+
+def fuzz_cache_body(rng: random.Random) -> None:
+    if not readers.cache_body(json_mutant(rng, rng.choice(CACHE_BODIES))):
+        raise Refused("body", "no engine is asked")
+
+
 def fuzz_server(rng: random.Random) -> None:
     """A stranger without the key never gets in, whatever is sent."""
     client = ClientAuth(b"guess", Opening("data", TRANSFER, 0, 2), bytes(32))
@@ -271,6 +309,8 @@ TARGETS: tuple[Callable[[random.Random], None], ...] = (
     fuzz_ticket,
     fuzz_share_ticket,
     fuzz_params,
+    fuzz_hints,
+    fuzz_cache_body,
     fuzz_server,
     fuzz_client,
 )

@@ -5,21 +5,29 @@ Each takes an input and raises nothing, or what is no error of the caller's cont
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import functools
 import hashlib
 import hmac
+import json
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import xxhash
 
 from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.protocol import cache_messages, codec, messages, nixl_messages, tickets
+from kvconnect.protocol.cache_hints import LONGEST_S, read_hints
+from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
 from kvconnect.router.fleet.sources import etcd, local
 from kvconnect.router.http import http1
+from kvconnect.router.http.admission import Tenants
+from kvconnect.router.policy import loads as engines
 from kvconnect.router.policy.loads import Target as Engine
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.tiers.backends.disk import record
@@ -75,6 +83,70 @@ def ticket(data: bytes) -> None:
     mac = hmac.digest(KEY, b"kvconnect ticket\0" + data, hashlib.sha256)
     text = base64.urlsafe_b64encode(data + mac).decode().rstrip("=")
     tickets.verify(text, KEY, NOW)
+
+
+def hints(data: bytes) -> None:
+    """A request's hints, in whatever JSON it sends."""
+    try:
+        options = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    hinted(options)
+
+
+def hinted(options: object) -> bool:
+    """Read hints; return whether some are left. They are within their limits, and few."""
+    found, ignored = read_hints(options)
+    assert len(ignored) <= 6
+    if found is None:
+        return False
+    assert 0 <= found.pin_s <= LONGEST_S and 0 <= found.retain_s <= LONGEST_S
+    assert found.tokens is None or (type(found.tokens) is int and found.tokens > 0)
+    assert found.hints and (found.release is None or found.hints == (found.release,))
+    return True
+
+
+@functools.cache
+def _admin() -> tuple[CacheAdmin, asyncio.AbstractEventLoop]:
+    """The handler of ``POST /cache``, with one engine that answers."""
+    engine = SimpleNamespace(
+        up=True,
+        url="http://a:1",
+        base=http1.BaseUrl.of("http://a:1"),
+        role=SimpleNamespace(value="prefill"),
+        worker=SimpleNamespace(engine=engines.Engine.VLLM),
+        info=SimpleNamespace(models={"tiny"}),
+        loads=SimpleNamespace(own=[0]),
+    )
+
+    async def whole(base: object, head: bytes, raw: bytes, timeout_s: float) -> tuple[int, bytes]:
+        asked = json.loads(raw)
+        assert (asked["model"], asked["max_tokens"], asked["stream"]) == ("tiny", 1, False)
+        options = asked["kv_transfer_params"]["kvconnect"]
+        assert hinted(options) or set(options) == {"receipt"}
+        return 200, b'{"kv_transfer_params": {"kvconnect": {"hints": {}}}}'
+
+    fleet: Any = SimpleNamespace(all=lambda: [engine])
+    pool: Any = SimpleNamespace(whole=whole)
+    tenants = Tenants(("key",), isolate=True)
+    return CacheAdmin(fleet, pool, tenants, 1.0), asyncio.new_event_loop()
+
+
+def cache_body(data: bytes) -> bool:
+    """What an operator's ``POST /cache`` holds; return whether the engine was asked."""
+    admin, loop = _admin()
+
+    async def read() -> bytes:
+        return data
+
+    request: Any = SimpleNamespace(read=read)
+    try:
+        answer = loop.run_until_complete(admin.apply(request))
+    except Refused:
+        return False
+    assert isinstance(answer.text, str)
+    said = json.loads(answer.text)
+    return "error" not in said["engines"][0]
 
 
 def disk_index(data: bytes) -> None:
@@ -152,6 +224,6 @@ TARGETS: dict[str, Reader] = {
     each.__name__: each
     for each in (
         *(message_pieces, message, cache_message, nixl_message, ticket, disk_index, disk_heads),
-        *(events, loads, answer, members),
+        *(events, loads, answer, members, hints, cache_body),
     )
 }

@@ -219,3 +219,29 @@ def test_a_prefetch_is_asked_for_until_the_request_ends(hints: Any, tokens: int)
     outcomes = bench.hints.finish("r", 1.0)
     assert bench.hints.prefetch_tokens("r") == 0
     assert outcomes == ({"missing": 4} if "pin" in hints else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"pin": 60, "tokens": 10**400}, 4),
+        ({"pin": 86_400, "retain": 5e-324}, 4),
+        ({"pin": 60, **dict.fromkeys(map(str, range(100_000)), 0)}, 4),
+        ({"pin": 1e308, "retain": float("nan")}, 0),
+        ({"pin": True, "drop": 1, "demote": "yes", "prefetch": [[]] * 1000}, 0),
+        ([{"pin": 60}] * 1000, 0),
+        ("pin" * 100_000, 0),
+    ],
+)
+def test_whatever_a_request_says_its_blocks_are_stored(options: Any, kept: int) -> None:
+    bench = Bench()
+    bench.add(options)
+    bench.store(PROMPT)
+    assert bench.index.ready_slots(0, PROMPT) == list(range(4))
+    assert bench.hints.finish("r", 0.0) == ({"pinned": 4} if kept else None)
+    assert bench.gauge("pin") == kept
+    bench.index.check()
+    bench.hints.check()
+    assert len(bench.press()) == kept
+    bench.hints.expire(86_400.0)
+    assert not (bench.gauge("pin") or bench.hints._prompts or bench.hints._waiting)

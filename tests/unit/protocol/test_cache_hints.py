@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -81,3 +83,72 @@ def test_the_property_tells_a_reader_that_trusts_numbers(monkeypatch: pytest.Mon
     monkeypatch.setattr("kvconnect.protocol.cache_hints.LONGEST_S", 10**40)
     with pytest.raises(AssertionError):
         test_whatever_is_sent_hints_are_sound_and_few()
+
+
+class Watched(dict[str, Any]):
+    """A dict of a client, which says how much of it is looked at."""
+
+    looked_up = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.looked_up += 1
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.looked_up += 1
+        return super().get(key, default)
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("all of it is walked through")
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
+def nested(depth: int) -> list[Any]:
+    inner: list[Any] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+LARGE: dict[str, Any] = {
+    "a text": "x" * (10 << 20),
+    "many keys": {str(number): number for number in range(1_000_000)},
+    "a long list": [True] * 1_000_000,
+    "deeply nested": nested(100_000),
+    "a long number": 10**100_000,
+    "a large number": 1e308,
+    "no number": float("nan"),
+    "infinity": float("-inf"),
+    "true": True,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_values_are_ignored_without_looking_at_them(name: str) -> None:
+    """Neither time nor memory goes with their size."""
+    value = LARGE[name]
+    flags = {CacheHint.DROP, CacheHint.DEMOTE, CacheHint.PREFETCH}
+    wrong = [hint.value for hint in CacheHint if value is not True or hint not in flags]
+    for field in [*wrong, "tokens"] if name != "a long number" else wrong:
+        options = Watched({field: value})
+        tracemalloc.start()
+        assert read_hints(options) == HintsRead(None, (INVALID,))
+        assert tracemalloc.get_traced_memory()[1] < 16_384
+        tracemalloc.stop()
+        assert options.looked_up < 32
+    if not isinstance(value, dict):
+        assert read_hints(value) == HintsRead(None, (INVALID,))
+
+
+def test_a_million_fields_cost_as_much_as_a_few() -> None:
+    few = Watched({"pin": 60, "a": 1})
+    many = Watched({"pin": 60, **LARGE["many keys"]})
+    assert read_hints(few) == read_hints(many) == HintsRead(PromptHints(60.0), (UNKNOWN,))
+    assert few.looked_up == many.looked_up
+
+
+def test_a_reader_that_walks_through_a_client_s_fields_is_found() -> None:
+    """The control."""
+    with pytest.raises(AssertionError, match="walked"):
+        set(Watched({"pin": 60}))

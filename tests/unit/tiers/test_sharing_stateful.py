@@ -1,0 +1,418 @@
+"""Engines that share host memory, in any order of events: no engine loads a wrong block, every read
+ends, and a peer that dies costs a miss."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvconnect.config import DigestMode
+from kvconnect.offload.host_arena import HostArena
+from kvconnect.offload.index import PENDING, HostIndex
+from kvconnect.tiers import LookupRequest, TierPlan
+from kvconnect.tiers.peers.fetching import Reads, _OpenRead
+from kvconnect.tiers.peers.peer_agent import _Dialler
+from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
+from kvconnect.tiers.peers.serving import SendLimit, Serving
+from kvconnect.tiers.worker import TierWorker
+from kvconnect.transport.base import PagesReceived
+from tests.unit.tiers.sharing_world import (
+    BLOCKS,
+    SWAPPED,
+    TOKENS,
+    WHOLE,
+    Asked,
+    Engine,
+    World,
+    replaced,
+)
+
+EVENTS = ["compute"] * 6 + ["ask"] * 8 + ["go"] * 8 + ["wait"] * 3 + ["thaw"] * 3
+EVENTS += ["garble", "overwrite", "hurry", "swap", "cut", "kill"] * 2
+EVENTS += ["drop", "reset", "freeze", "rot", "slow"]
+LAYOUTS = {
+    "two alike": [WHOLE, WHOLE],
+    "two with other layouts": [WHOLE, SWAPPED],
+    "three": [WHOLE, WHOLE, SWAPPED],
+}
+
+
+@pytest.fixture(autouse=True)
+def own_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced(monkeypatch)
+
+
+class Sharing(RuleBasedStateMachine):
+    """Each event takes an engine at random, and what it does is played by a seed."""
+
+    layouts: ClassVar[str]
+    seen: ClassVar[Counter[str]]
+
+    @initialize(seed=st.integers(0, 1 << 32))
+    def start(self, seed: int) -> None:
+        self.first, self.steps = seed, 0
+        self.recent: list[tuple[str, str]] = []
+        self.world = World(LAYOUTS[self.layouts], "full" if seed % 2 else "off", self.seen)
+        self.world.rng = random.Random(seed)
+        self.world.go(100)
+        self.sound = True
+
+    @rule(seed=st.integers(0, 1 << 32))
+    def happens(self, seed: int) -> None:
+        self.sound = False
+        self.steps += 1
+        rng = self.world.rng = random.Random(f"{self.first} {self.steps} {seed}")
+        event, engine = rng.choice(EVENTS), rng.choice(self.world.engines)
+        note(f"{event} at engine {engine.place}")
+        if not engine.alive and not rng.randrange(3):
+            self.world.restart(engine)
+        getattr(self, event)(engine, rng)
+        self.world.go(rng.choice([0, 5, 15]))
+        self.world.check()
+        self.sound = True
+
+    def compute(self, engine: Engine, rng: random.Random) -> None:
+        if engine.runs:
+            self.recent = [*self.recent[-1:], ("", rng.choice("abc"))]
+            engine.compute(*self.recent[-1])
+
+    def ask(self, engine: Engine, rng: random.Random) -> None:
+        """A prompt is asked for that was computed a short time ago, perhaps under another salt."""
+        if engine.runs and self.recent and len(engine.asked) < 4:
+            self.world.requests += 1
+            tenant, name = rng.choice(self.recent)
+            tenant = rng.choice([tenant] * 7 + ["salt"])
+            engine.ask(f"r{self.world.requests}", tenant, name, rng.randint(1, BLOCKS))
+
+    def overwrite(self, engine: Engine, rng: random.Random) -> None:
+        """Other prompts are computed where blocks are being sent."""
+        for each in [*self.world.sources(), engine]:
+            if each.runs:
+                each.compute("salt", rng.choice("ab"))
+
+    def hurry(self, engine: Engine, rng: random.Random) -> None:
+        """One step hears of new blocks, and already gives their slots to others."""
+        self.compute(engine, rng)
+        self.world.go_until(lambda: engine.copying)
+        for job in list(engine.copying) if engine.runs else ():
+            for _ in range(2 - job.halves):
+                engine.copy(job)
+        if engine.runs:
+            engine.compute("", rng.choice("de"))
+        for other in self.world.engines:
+            self.ask(other, rng)
+
+    def swap(self, engine: Engine, rng: random.Random) -> None:
+        """Engines read from one another, into the slots of what the others ask for."""
+        self.recent = []
+        for other in self.world.engines:
+            self.compute(other, rng)
+        self.world.go(80)
+        for other in self.world.engines:
+            self.ask(other, rng)
+
+    def rot(self, engine: Engine, rng: random.Random) -> None:
+        """A byte of a stored block changes before others ask for it."""
+        self.compute(engine, rng)
+        self.world.go(40)
+        if engine.runs:
+            engine.rot(rng)
+        for other in self.world.engines:
+            self.ask(other, rng)
+
+    def slow(self, engine: Engine, rng: random.Random) -> None:
+        """The network stands still with blocks on their way, perhaps for longer than anybody
+        waits."""
+        self.world.go_until(self.world.frames)
+        self.world.slow = True
+        for _ in range(rng.choice([1, 3, 6])):
+            self.world.pass_time(0.9)
+            self.world.go(10)
+            if engine.runs:
+                engine.compute("", rng.choice("abcde"))
+        self.world.slow = False
+
+    def go(self, engine: Engine, rng: random.Random) -> None:
+        self.world.go(rng.choice([10, 30, 80]))
+
+    def wait(self, engine: Engine, rng: random.Random) -> None:
+        self.world.pass_time(rng.choice([0.1, 0.3, 0.3, 1.0, 1.0, 5.0]))
+
+    def drop(self, engine: Engine, rng: random.Random) -> None:
+        if engine.runs:
+            engine.drop(rng)
+
+    def reset(self, engine: Engine, rng: random.Random) -> None:
+        if engine.runs and not rng.randrange(3):
+            engine.reset()
+
+    def garble(self, engine: Engine, rng: random.Random) -> None:
+        self.world.garble()
+
+    def cut(self, engine: Engine, rng: random.Random) -> None:
+        """A connection is lost, perhaps one with blocks on their way."""
+        engine = rng.choice([engine, *self.world.sources()])
+        if ends := list(engine.network.ends.values()):
+            self.world.cut(rng.choice(ends))
+
+    def kill(self, engine: Engine, rng: random.Random) -> None:
+        engine = rng.choice([engine, *self.world.sources()])
+        if engine.alive:
+            self.world.kill(engine)
+
+    def freeze(self, engine: Engine, rng: random.Random) -> None:
+        """An engine stands still, perhaps for longer than others wait for it."""
+        engine = rng.choice([engine, *self.world.sources()])
+        engine.frozen = True
+        for _ in range(rng.randrange(4)):
+            self.world.pass_time(1.0)
+            self.world.go(10)
+
+    def thaw(self, engine: Engine, rng: random.Random) -> None:
+        self.world.thaw(engine)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        try:
+            if self.sound:
+                self.sound = False
+                self.world.settle()
+                self.world.check_rest()
+                if not self.first % 3:
+                    self.world.share()
+        finally:
+            self.world.end()
+
+
+def run(layouts: str, examples: int = 80) -> Counter[str]:
+    """Play so many stories; return what happened in them."""
+
+    class One(Sharing):
+        seen: ClassVar[Counter[str]] = Counter()
+
+    One.layouts = layouts
+    run_state_machine_as_test(
+        One,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=80,
+            deadline=None,
+            derandomize=True,  # the negative controls have to find something
+            phases=[Phase.generate],
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    return One.seen
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_any_order_of_events(layouts: str) -> None:
+    seen = run(layouts)
+    wanted = {"from a peer", "a miss", "overwritten while it is sent"}
+    wanted |= {"killed while it reads", "killed while it sends"}
+    wanted |= {f"read: {outcome}" for outcome in ("ok", "absent", "corrupt", "failed")}
+    wanted |= {"landed late", "read: unavailable"} if layouts == "three" else set()
+    assert {what for what in wanted if not seen[what]} == set(), seen
+
+
+# By hand, what chance takes long to find ----------------------------------------------------------
+
+
+def two(digest: DigestMode) -> tuple[World, Engine, Engine]:
+    world = World([WHOLE, WHOLE], digest, Counter())
+    world.play()
+    source, reader = world.engines
+    return world, source, reader
+
+
+def test_a_block_whose_bytes_changed_is_not_read() -> None:
+    world, source, reader = two("full")
+    source.compute("", "a")
+    world.play(source)
+    source.rot(random.Random(0))
+    reader.ask("r", "", "a", BLOCKS)
+    world.play(reader)
+    world.check()
+    assert world.seen["read: absent"] == 1
+    world.end()
+
+
+def test_one_step_hears_of_blocks_and_gives_their_slots_to_others() -> None:
+    world, source, reader = two("off")
+    source.compute("", "a")
+    source.schedule()
+    source.execute()
+    for job in 2 * source.copying:
+        source.copy(job)
+    source.compute("", "b")
+    source.schedule()
+    source.execute()
+    for job in source.copying:
+        source.copy(job)  # half of it
+    source.copying, later = [], source.copying
+    reader.ask("r", "", "a", BLOCKS)
+    world.play(reader)
+    world.check()
+    source.copying = later
+    world.settle()
+    world.check_rest()
+    world.end()
+
+
+def test_slots_that_a_read_fills_are_not_served() -> None:
+    world, first, second = two("off")
+    first.compute("", "a")
+    second.compute("", "b")
+    world.play(first, second)
+    first.ask("r", "", "b", BLOCKS)
+    while not first.reading.total():
+        world.rng.choice(list(world.possible()))()
+    while first.steps:
+        first.execute()
+    world.play()  # the blocks are here, and the scheduler does not know it
+    assert world.seen["read: ok"] == BLOCKS
+    second.ask("r", "", "a", BLOCKS)
+    world.play(second)
+    world.check()
+    world.settle()
+    world.check_rest()
+    world.end()
+
+
+@pytest.mark.parametrize(("salt", "found"), [("b", 0), ("", 0), ("a", BLOCKS)])
+def test_the_same_blocks_under_another_salt_are_not_read(salt: str, found: int) -> None:
+    """The last salt is the control: it is the source's own."""
+    world, source, reader = two("full")
+    source.compute("a", "x")
+    world.play(source)
+    hashes = source.hashes("a", "x", BLOCKS)
+    asked = LookupRequest([hashes], 0, TOKENS * BLOCKS, reader.prefix(salt))
+    reader.asked["r"] = Asked(asked, world.now)
+    reader.look("r")
+    world.play(reader)
+    assert world.seen["read: ok"] == len(reader.index.ready_slots(0, hashes)) == found
+    world.check()
+    world.end()
+
+
+# Negative controls --------------------------------------------------------------------------------
+
+
+def _does_nothing(*_: object) -> None:
+    """Takes the place of what must not be left out."""
+
+
+_on_received, _submit, _abandon = Reads.on_received, TierWorker.submit, HostIndex.abandon
+_read, _lookup = Reads.read, TierPlan.lookup
+
+
+def _believes_pages(self: Reads, event: PagesReceived) -> None:
+    _on_received(self, event._replace(bad=()))
+
+
+def _trusts_outcomes(self: Any) -> None:
+    self.ended = self.outcomes is not None and not self.stopped
+
+
+def _stopped_is_ended(self: Reads, reads: Any) -> bool:
+    return all(read.ended or read.stopped for read in reads)
+
+
+def _any_block(self: ServedBlocks, key: bytes) -> ServedBlock | None:
+    found = next((slot for known, slot in self._slots.items() if known != key), None)
+    return None if found is None else ServedBlock(found, self._versions[found])
+
+
+def _offers_last(self: TierWorker, work: Any, overwritten: Any) -> None:
+    assert self._served is not None
+    self._served.withdraw(overwritten)
+    if work.withdraw:
+        self._served.clear()
+    self._served.offer(work.served)
+
+
+def _serves_prefetched(self: TierWorker, jobs: Any) -> None:
+    served, self._served = self._served, None
+    _submit(self, jobs)
+    self._served = served
+
+
+def _frees_at_once(self: HostIndex, slots: Any, held: bool = False) -> Any:
+    return _abandon(self, [slot for slot in slots if self.slots.state(slot) == PENDING])
+
+
+def _counts_for_ever(self: Reads, group: int, wanted: Any) -> Any:
+    outcomes = _read(self, group, wanted)
+    for source in self._sources.all():
+        source.reading += 1
+    return outcomes
+
+
+def _waits_for_ever(self: TierPlan, req_id: str, request: LookupRequest, now: float) -> bool:
+    waits = _lookup(self, req_id, request, now)
+    if waits:
+        self._waiting[req_id].deadline = math.inf
+    return waits
+
+
+WRONG = "a wrong block"
+CONTROLS: dict[str, tuple[type, str, Any, str]] = {
+    "a source does not notice what is overwritten": (
+        *(ServedBlocks, "is_current", lambda *_: True),
+        WRONG,
+    ),
+    "nothing is withdrawn": (ServedBlocks, "withdraw", _does_nothing, WRONG),
+    "another block is found": (ServedBlocks, "find", _any_block, WRONG),
+    "digests of pages are ignored": (Reads, "on_received", _believes_pages, WRONG),
+    "a read ends before its pages arrive": (_OpenRead, "settle", _trusts_outcomes, "wrong|after"),
+    "a stopped read ends at once": (Reads, "_have_ended", _stopped_is_ended, "after its read"),
+    "slots of late jobs are free": (HostIndex, "abandon", _frees_at_once, "nobody's|a store"),
+    "a reader does not hear of a loss": (Reads, "on_down", _does_nothing, "never ends"),
+    "a source does not hear of a loss": (Serving, "on_down", _does_nothing, "never ends"),
+    "reads count for ever": (Reads, "read", _counts_for_ever, "miscounted"),
+    "a request waits for ever": (TierPlan, "lookup", _waits_for_ever, "waits too long"),
+    "who was lost is not dialled again": (_Dialler, "lost", _does_nothing, "no longer share"),
+    "bytes that were sent count for ever": (SendLimit, "ended", _does_nothing, "miscounted"),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_negative_control(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, what, broken, error = CONTROLS[name]
+    monkeypatch.setattr(where, what, broken)
+    with pytest.raises(AssertionError, match=error):
+        run("two alike", 200)
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "broken", "story"),
+    [
+        (HostArena, "verify", _does_nothing, test_a_block_whose_bytes_changed_is_not_read),
+        (
+            *(TierWorker, "serve", _offers_last),
+            test_one_step_hears_of_blocks_and_gives_their_slots_to_others,
+        ),
+        (TierWorker, "submit", _serves_prefetched, test_slots_that_a_read_fills_are_not_served),
+    ],
+)
+def test_negative_control_by_hand(
+    where: type, what: str, broken: Any, story: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, what, broken)
+    with pytest.raises(AssertionError, match=WRONG):
+        story()
+    World.played.end()
