@@ -116,7 +116,10 @@ class WriteBacks:
         self._index.unpin(slots)
         if not timed_out:
             self._writing -= len(slots)
-        self.running -= Counter([self._keys.pop(slot) for slot in slots])
+        for key in map(self._keys.pop, slots):
+            self.running[key] -= 1
+            if not self.running[key]:
+                del self.running[key]
         self.ended_jobs += 1
 
     def timed_out(self, slots: Sequence[int]) -> None:

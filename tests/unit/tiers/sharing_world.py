@@ -486,7 +486,7 @@ class Engine:
         for answer in self.worker.poll():
             came = self.plan.on_answer(answer, self.world.now)
             if came is not None:
-                self.offers.promoted(came.places)
+                self.offers.promoted(came)
                 self.holds.update({slot: key for key, slot in came.places})
                 self.rotten.difference_update(slot for _, slot in came.places)
                 self.world.seen["promoted"] += len(came.places)

@@ -22,8 +22,8 @@ from kvconnect.config import DigestMode
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, HostIndex
 from kvconnect.tiers import LookupRequest, TierPlan
+from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads, _OpenRead
-from kvconnect.tiers.peers.peer_agent import _Dialler
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import SendLimit, Serving
 from kvconnect.tiers.worker import TierWorker
@@ -357,7 +357,7 @@ def _frees_at_once(self: HostIndex, slots: Any, held: bool = False) -> Any:
 
 def _counts_for_ever(self: Reads, group: int, wanted: Any) -> Any:
     outcomes = _read(self, group, wanted)
-    for source in self._sources.all():
+    for source in self._sources._sources.values():
         source.reading += 1
     return outcomes
 
@@ -385,7 +385,7 @@ CONTROLS: dict[str, tuple[type, str, Any, str]] = {
     "a source does not hear of a loss": (Serving, "on_down", _does_nothing, "never ends"),
     "reads count for ever": (Reads, "read", _counts_for_ever, "miscounted"),
     "a request waits for ever": (TierPlan, "lookup", _waits_for_ever, "waits too long"),
-    "who was lost is not dialled again": (_Dialler, "lost", _does_nothing, "no longer share"),
+    "who was lost is not dialled again": (Dialler, "lost", _does_nothing, "no longer share"),
     "bytes that were sent count for ever": (SendLimit, "ended", _does_nothing, "miscounted"),
 }
 
