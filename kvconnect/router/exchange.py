@@ -159,11 +159,8 @@ class Exchange:
             UpstreamFailed: the last attempt failed, and there is nothing left to try.
             Rejected: an engine rejects the request.
         """
-        routing_request, failed_targets, body = (
-            self._routing_request(asked),
-            FailedTargets(),
-            asked.body,
-        )
+        routing_request, failed_targets = self._routing_request(asked), FailedTargets()
+        body = asked.body
         retain_s = min(asked.prompt.retention_s, self._services.options.listening.retention_s)
         self._hints = {CacheHint.RETAIN.value: retain_s} if retain_s else {}
         self._streams_receipt = self._api.streams_receipts(asked.prompt)

@@ -230,12 +230,9 @@ class Watcher:
             try:
                 pause = min([await self._fetch_tickets(rank, ranks) for rank in range(ranks)])
             except FAILED as error:
-                if TicketKind.STANDING in self._kinds:
-                    text = "no standing ticket from %s, so its KV is pulled: %s"
-                    logger.warning(text, upstream.url, error or "late")
+                logger.warning("no tickets from %s: %s", upstream.url, error or "late")
+                if TicketKind.STANDING in self._kinds:  # until there is one, its KV is pulled
                     self._metrics.count("standing_ticket_fetches", upstream.url, "failed")
-                else:
-                    logger.warning("no share ticket from %s: %s", upstream.url, error or "late")
             await wait(upstream.signals.down, pause)
 
     async def _fetch_tickets(self, rank: int, ranks: int) -> float:
@@ -248,9 +245,8 @@ class Watcher:
         ).encode()
         headers = {engine_bodies.RANK_HEADER: str(rank)} if ranks > 1 else {}
         head = request_head(base, "POST", "/v1/completions", headers, len(body))
-        answer = _body_of(
-            "/v1/completions", await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
-        )
+        said = await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
+        answer = _body_of("/v1/completions", said)
         what, lifetime_s = InputKind.STANDING_TICKET, NOT_SHARED_S
         if TicketKind.SHARE in self._kinds:
             share = self._read(what, engine_bodies.share_ticket_of, answer)
