@@ -8,14 +8,15 @@ stopped (SIGSTOP). ``plain`` has no connector, ``host`` its own host tier only. 
 
 ``ttft_peer_over_recompute_2k``, ``ttft_peer_over_host_2k``: TTFT of ``reader`` on a prompt of 2k
 tokens that ``source`` has, over that of ``plain`` on a new one, and over that of ``host`` on one in
-its own host memory. ``server_slowdown``: 99th percentile of the time between ``source``'s tokens
+its own host memory, with ``source`` awake beside it; ``ttft_peer_over_host_alone_2k``: with ``host``
+alone on the machine. ``server_slowdown``: 99th percentile of the time between ``source``'s tokens
 while ``reader`` reads prompts from it, over that while ``host`` loads them from its own memory;
 ``late_loads``: the share of these prompts that ``reader`` computed, since ``source`` took too long.
 ``trace_hit_over_shared_ideal``: requests of the Mooncake trace, one after the other, to ``source``
 or ``reader`` at random; prompt tokens that were not computed, over those that one cache as big as
 both host tiers could have had. ``trace_control``: the same where they do not share.
 ``cost_rule_worst``: ``rule`` over ``plain`` on prompts of which ``source`` has a share, the worst
-share; ``control_worst`` compares ``plain`` with itself. ``prefetch_ttft_over_host``: TTFT of
+share, ``source`` awake in both; ``control_worst`` compares ``plain`` with itself. ``prefetch_ttft_over_host``: TTFT of
 ``rule`` on prompts that the hint ``prefetch`` has brought from ``source``, over that of ``host`` on
 prompts in its own host memory. ``pin_kept``: the share of a pinned prompt's blocks that ``host``
 still has after more prompts than its host tier holds, ``pin_control`` of one that is not pinned.
@@ -52,9 +53,9 @@ PROMPT_BLOCKS = 64
 CACHED = PROMPT_BLOCKS * BLOCK_SIZE
 PROMPT = CACHED + 8
 HOST_BYTES, HOST_BLOCKS = "512MiB", 1024  # 16 prompts
-READER_BYTES, READER_BLOCKS = "160MiB", 320  # 5 prompts
-CYCLE = 8  # prompts in turn: the reader never has the next one, the others never on the device
+CYCLE = 8  # prompts in turn: no device has the next one
 STREAM = 300  # tokens
+DROP = {"kvconnect": {"drop": True}}
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 TRACE = Path(__file__).parent / "serve" / "conversations.jsonl.gz"
 CONTINUE, STOP = signal.SIGCONT, signal.SIGSTOP
@@ -76,8 +77,7 @@ class Fleet:
         self.plain = engine(None, 1)
         self.host = engine(kv_transfer(**settings), 1)
         self.source = engine(kv_transfer(**always, cache_peers=source), 1)
-        small = {**always, "host_bytes": READER_BYTES}
-        self.reader = engine(kv_transfer(**small, cache_peers=reader), 1)
+        self.reader = engine(kv_transfer(**always, cache_peers=reader), 1)
         self.rule = engine(kv_transfer(**settings, cache_peers=rule), 1)
         self.wrong = self.mismatched = 0
 
@@ -119,7 +119,7 @@ def fill(fleet: Fleet, prompt: list[int]) -> None:
 
 def ttft(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
     """TTFT of prompts that a peer has, that the own host memory has, and that nobody has."""
-    samples: dict[str, list[float]] = {"plain": [], "host": [], "peer": []}
+    samples: dict[str, list[float]] = {"plain": [], "alone": [], "host": [], "peer": []}
     for number in range(rounds + 1):
         prompt = new.take(PROMPT)
         fill(fleet, prompt)
@@ -127,10 +127,13 @@ def ttft(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
         with fleet.awake(fleet.plain):
             seconds["plain"], want = fleet.plain.stream(prompt, 4)
         with fleet.awake(fleet.host):
+            seconds["alone"], alone = fleet.host.stream(prompt, 4)
+            reset(fleet.host, external=False)
+        with fleet.awake(fleet.source, fleet.host):
             seconds["host"], host = fleet.host.stream(prompt, 4)
         with fleet.awake(fleet.source, fleet.reader):
             seconds["peer"], peer = fleet.reader.stream(prompt, 4)
-        for answer in (host, peer):
+        for answer in (alone, host, peer):
             if answer.cached != CACHED:
                 raise SystemExit(f"{answer.cached} cached tokens, expected {CACHED}")
             fleet.wrong += answer.tokens != want.tokens
@@ -142,6 +145,7 @@ def ttft(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
     return {
         "ttft_peer_over_recompute_2k": middle["peer"] / middle["plain"],
         "ttft_peer_over_host_2k": middle["peer"] / middle["host"],
+        "ttft_peer_over_host_alone_2k": middle["peer"] / middle["alone"],
         "ttft_peer_ms": middle["peer"] * 1e3,
     }
 
@@ -165,9 +169,12 @@ def slowdown(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
                 for prompt in cycle(prompts):
                     if gaps.done():
                         break
-                    cached = server.complete(prompt, 1).cached
-                    loads += server is fleet.reader
-                    late += server is fleet.reader and cached != CACHED
+                    reads = server is fleet.reader
+                    # Dropped, so that it reads the prompt again the next time.
+                    hint = {"kv_transfer_params": DROP} if reads else {}
+                    cached = server.complete(prompt, 1, **hint).cached
+                    loads += reads
+                    late += reads and cached != CACHED
                 found[server.port] = percentile(gaps.result(), 0.99)
         read, own = found[fleet.reader.port], found[fleet.host.port]
         progress(f"p99 between tokens: {read * 1e3:.1f} ms while read from, else {own * 1e3:.1f}")
@@ -192,7 +199,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def trace(fleet: Fleet, requests: Sequence[Request], seed: int) -> dict[str, float]:
     """Requests of the trace to two engines at random, sharing or not."""
     prompts = [prompt_of(one) for one in requests]
-    ideal = ideal_hits(requests, HOST_BLOCKS + READER_BLOCKS, BLOCK_SIZE)
+    ideal = ideal_hits(requests, 2 * HOST_BLOCKS, BLOCK_SIZE)
     cached: dict[str, int] = {}
     answers: dict[str, list[tuple[int, ...]]] = {}
     for name, salted in (("shared", False), ("apart", True)):
@@ -242,11 +249,11 @@ def rule(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
             with fleet.awake(fleet.source):
                 fleet.source.complete(prompt[: int(share * PROMPT_BLOCKS) * BLOCK_SIZE + 1], 1)
                 fleet.source.settle()
-            with fleet.awake(fleet.plain):
+            with fleet.awake(fleet.source, fleet.plain):
                 first, want = fleet.plain.stream(prompt, 4)
             with fleet.awake(fleet.source, fleet.rule):
                 seconds, answer = fleet.rule.stream(prompt, 4)
-            with fleet.awake(fleet.plain):
+            with fleet.awake(fleet.source, fleet.plain):
                 again, _ = fleet.plain.stream(new.take(PROMPT), 4)
             fleet.wrong += answer.tokens != want.tokens
             if number >= 0:

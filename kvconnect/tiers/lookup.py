@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 SHARED = bytes(PREFIX_BYTES)
 """Tenant and scope of a request that has neither."""
 
-_MISS_S = 5.0  # another engine may write a missing block to a shared tier meanwhile
+_MISS_S = 1.0  # another engine may store a missing block meanwhile
 _MAX_MISSES = 1 << 16
 # Workers count a job's time from its arrival. They must be able to answer before it times out here.
 _ANSWER_FACTOR = 2.0
