@@ -375,6 +375,13 @@ def test_tokens_take_the_fast_path() -> None:
     assert sink.forwarded == len(EVENTS)
 
 
+def test_the_fast_path_does_not_overtake_what_is_held_back() -> None:
+    sink = _Sink(forwards=True)
+    relayed([FIRST, EVENTS[0][:3], EVENTS[0][3:], EVENTS[1], DONE], sink, RECEIPT)
+    assert sink.got == FIRST + EVENTS[0] + EVENTS[1] + with_receipt() + DONE
+    assert sink.forwarded == 1
+
+
 @pytest.mark.parametrize("beginning", [b"", b": ping\n\n", b"data: {}\n\n", b"data: [1\n\n"])
 def test_a_stream_whose_chunks_have_no_name_still_has_its_receipt(beginning: bytes) -> None:
     sink = _Sink()
