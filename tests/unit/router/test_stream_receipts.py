@@ -68,15 +68,15 @@ def with_receipt(head: dict[str, Any] = HEAD) -> bytes:
 Before = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-def streams(before: Before, *pieces: bytes) -> Any:
+def streams(before: Before) -> Any:
     """Streams, and calls ``before`` with the request's body before the end."""
 
     async def answer(
         engine: FakeEngine, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         stream = await begin_stream(request)
-        for piece in pieces or (FIRST, EVENTS[1]):
-            await stream.write(piece)
+        await stream.write(FIRST)
+        await stream.write(EVENTS[1])
         await before(body)
         await stream.write(DONE)
         return stream
