@@ -158,13 +158,9 @@ def prompt_of(body: Body) -> Prompt:
     chars = sum(_chars_in(_bytes(body, key)) for key in _TEXTS if key in body)
     session = next(filter(None, (_text(body, key) for key in _SESSION)), "")
     tokens += chars // CHARS_PER_TOKEN
-    single, model, retention_s = (
-        one_prompt and one_answer,
-        _text(body, "model"),
-        _retention_of(body),
-    )
-    streamed = _bytes(body, "stream") == b"true"
-    return Prompt(single, tokens, model, session, sampled, retention_s, streamed)
+    asked = _retention_of(body), _bytes(body, "stream") == b"true"
+    single, model = one_prompt and one_answer, _text(body, "model")
+    return Prompt(single, tokens, model, session, sampled, *asked)
 
 
 def prefix_of(body: Body) -> PromptPrefix:

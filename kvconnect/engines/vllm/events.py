@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import (
     MEDIUM_CPU,
@@ -26,14 +27,14 @@ from vllm.v1.kv_cache_interface import (
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.offload.index import RemovedBlock
-from kvconnect.protocol.options import RECEIPT_EVENT
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class ReceiptEvent(KVCacheEvent, tag=RECEIPT_EVENT):  # type: ignore[call-arg]
-    """A request's receipt, for the subscriber that gave the request this nonce."""
+class KVConnectReceipt(KVCacheEvent, msgspec.Struct):
+    """A request's receipt, for the subscriber that gave the request this nonce. The class's name is
+    the event's type, ``RECEIPT_EVENT``."""
 
     nonce: str
     receipt: dict[str, Any]

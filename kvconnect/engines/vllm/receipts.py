@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix
 from kvconnect.disaggregation.receives import SettledReceive
-from kvconnect.engines.vllm.events import ReceiptEvent
+from kvconnect.engines.vllm.events import KVConnectReceipt
 from kvconnect.offload.jobs import CopyJob, Owner
 from kvconnect.offload.planner import lost_tokens
 from kvconnect.protocol.options import nonce_of
@@ -45,7 +45,7 @@ class Receipts:
         self._stats = stats
         self._prompts: dict[str, _Prompt] = {}
         self._unpublished: dict[str, tuple[Request, str]] = {}  # no output so far; and its nonce
-        self._events: list[ReceiptEvent] = []
+        self._events: list[KVConnectReceipt] = []
 
     def looked_up(self, request: Request, device_tokens: int, now: float) -> None:
         """Note a lookup; the device has ``device_tokens`` of the prompt. It may be repeated, also
@@ -89,7 +89,7 @@ class Receipts:
             self._stats.count("prompt_tokens", tokens, label=source.value)
         receipt = _receipt(prompt, not_loaded)
         if unpublished is not None:
-            self._events.append(ReceiptEvent(unpublished[1], receipt))
+            self._events.append(KVConnectReceipt(unpublished[1], receipt))
         return receipt
 
     def sources(self, req_id: str) -> dict[PromptSource, int]:
@@ -97,14 +97,14 @@ class Receipts:
         prompt = self._prompts.get(req_id)
         return _sources(prompt) if prompt is not None and prompt.tokens else {}
 
-    def take_events(self, tiers: TierScheduler | None) -> list[ReceiptEvent]:
+    def take_events(self, tiers: TierScheduler | None) -> list[KVConnectReceipt]:
         """Return the receipts, since the last call, of requests with a nonce. They are published
         with a request's first output, so that they have come when a stream ends."""
         for req_id in [r for r, (each, _) in self._unpublished.items() if each.num_output_tokens]:
             prompt, (_, nonce) = self._prompts[req_id], self._unpublished.pop(req_id)
             prompt.final = True
             not_loaded = tiers.plan.not_loaded(req_id) if tiers else None
-            self._events.append(ReceiptEvent(nonce, _receipt(prompt, not_loaded)))
+            self._events.append(KVConnectReceipt(nonce, _receipt(prompt, not_loaded)))
         events, self._events = self._events, []
         return events
 

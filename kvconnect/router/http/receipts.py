@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.client_side import Reply
@@ -18,6 +20,18 @@ from kvconnect.router.http.engine_bodies import Receipt
 WAIT_S = 0.2  # for a receipt whose stream has ended; usually it came with the first token
 _DONE = b"data: [DONE]\n\n"
 _EVENT_TAIL = b"}\n\n"  # of any other event
+
+
+class AwaitedReceipt(NamedTuple):
+    """The receipt of one stream.
+
+    Attributes:
+        nonce: what the engine is to publish it under.
+        get: returns it, empty if it does not come in time.
+    """
+
+    nonce: str
+    get: Callable[[], Awaitable[Receipt]]
 
 
 class OwedReceipts:
@@ -35,7 +49,7 @@ class OwedReceipts:
         nonce = secrets.token_hex(16)
         self._awaited[nonce] = future = asyncio.get_running_loop().create_future()
         try:
-            yield AwaitedReceipt(self, nonce, future)
+            yield AwaitedReceipt(nonce, partial(self._wait, future))
         finally:
             del self._awaited[nonce]
 
@@ -46,25 +60,13 @@ class OwedReceipts:
         if future is not None and not future.done():
             future.set_result(receipt)
 
-    async def wait(self, future: asyncio.Future[Receipt]) -> Receipt:
-        """Return an awaited receipt, empty if it does not come in time. After one that did not
-        come, no stream waits until the engine publishes another one."""
+    async def _wait(self, future: asyncio.Future[Receipt]) -> Receipt:
+        """Wait for a receipt. After one that did not come, no stream waits until the engine
+        publishes another one."""
         await asyncio.wait({future}, timeout=WAIT_S if self._publishes else 0)
         self._publishes = future.done()
         self._count("ok" if future.done() else "missing")
         return future.result() if future.done() else {}
-
-
-class AwaitedReceipt:
-    """The receipt of one stream. ``nonce``: what the engine is to publish it under."""
-
-    def __init__(self, owed: OwedReceipts, nonce: str, future: asyncio.Future[Receipt]) -> None:
-        self.nonce = nonce
-        self._owed, self._future = owed, future
-
-    async def get(self) -> Receipt:
-        """See :meth:`OwedReceipts.wait`."""
-        return await self._owed.wait(self._future)
 
 
 class ReceiptStream:

@@ -189,6 +189,7 @@ def test_a_stream_s_receipt_is_published_with_its_first_output(receipts: Receipt
     found = published(receipts)
     assert sources(found[NONCE]) == {"device": 16, "host": 32, "computed": 52}
     assert published(receipts) == {}, "once"
+    receipts.settled(load(4, bad=0), 3.0, GROUPS)  # too late to change what was said
     receipts.looked_up(asked, 96, 9.0)  # a preemption
     receipts.admitted(asked, {}, 0)
     assert receipts.finish("r") == found[NONCE], "as in a whole answer"

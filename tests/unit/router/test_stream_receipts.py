@@ -68,15 +68,15 @@ def with_receipt(head: dict[str, Any] = HEAD) -> bytes:
 Before = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-def streams(before: Before, *pieces: bytes) -> Any:
+def streams(before: Before) -> Any:
     """Streams, and calls ``before`` with the request's body before the end."""
 
     async def answer(
         engine: FakeEngine, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
         stream = await begin_stream(request)
-        for piece in pieces or (FIRST, EVENTS[1]):
-            await stream.write(piece)
+        await stream.write(FIRST)
+        await stream.write(EVENTS[1])
         await before(body)
         await stream.write(DONE)
         return stream
@@ -373,6 +373,13 @@ def test_tokens_take_the_fast_path() -> None:
     sink = _Sink(forwards=True)
     relayed([FIRST, *EVENTS, DONE], sink, RECEIPT)
     assert sink.forwarded == len(EVENTS)
+
+
+def test_the_fast_path_does_not_overtake_what_is_held_back() -> None:
+    sink = _Sink(forwards=True)
+    relayed([FIRST, EVENTS[0][:3], EVENTS[0][3:], EVENTS[1], DONE], sink, RECEIPT)
+    assert sink.got == FIRST + EVENTS[0] + EVENTS[1] + with_receipt() + DONE
+    assert sink.forwarded == 1
 
 
 @pytest.mark.parametrize("beginning", [b"", b": ping\n\n", b"data: {}\n\n", b"data: [1\n\n"])
