@@ -8,20 +8,20 @@ stopped (SIGSTOP). ``plain`` has no connector, ``host`` its own host tier only. 
 
 ``ttft_peer_over_recompute_2k``, ``ttft_peer_over_host_2k``: TTFT of ``reader`` on a prompt of 2k
 tokens that ``source`` has, over that of ``plain`` on a new one, and over that of ``host`` on one in
-its own host memory, with ``source`` awake beside it; ``ttft_peer_over_host_alone_2k``: with ``host``
-alone on the machine. ``server_slowdown``: 99th percentile of the time between ``source``'s tokens
-while ``reader`` reads prompts from it, over that while ``host`` loads them from its own memory;
-``late_loads``: the share of these prompts that ``reader`` computed, since ``source`` took too long.
-``trace_hit_over_shared_ideal``: requests of the Mooncake trace, one after the other, to ``source``
-or ``reader`` at random; prompt tokens that were not computed, over those that one cache as big as
-both host tiers could have had. ``trace_control``: the same where they do not share.
+its own host memory, with ``source`` awake beside it; ``ttft_peer_over_host_alone_2k``: with
+``host`` alone on the machine. ``server_slowdown``: 99th percentile of the time between ``source``'s
+tokens while ``reader`` reads prompts from it, over that while ``host`` loads them from its own
+memory; ``late_loads``: the share of these prompts that ``reader`` computed, since ``source`` took
+too long. ``trace_hit_over_shared_ideal``: requests of the Mooncake trace, one after the other, to
+``source`` or ``reader`` at random; prompt tokens that were not computed, over those that one cache
+as big as both host tiers could have had. ``trace_control``: the same where they do not share.
 ``cost_rule_worst``: ``rule`` over ``plain`` on prompts of which ``source`` has a share, the worst
-share, ``source`` awake in both; ``control_worst`` compares ``plain`` with itself. ``prefetch_ttft_over_host``: TTFT of
-``rule`` on prompts that the hint ``prefetch`` has brought from ``source``, over that of ``host`` on
-prompts in its own host memory. ``pin_kept``: the share of a pinned prompt's blocks that ``host``
-still has after more prompts than its host tier holds, ``pin_control`` of one that is not pinned.
-``receipt_mismatch``: receipts that do not add up to the prompt. ``wrong_tokens``: answers that
-differ from those of ``plain``.
+share, ``source`` awake in both; ``control_worst`` compares ``plain`` with itself.
+``prefetch_ttft_over_host``: TTFT of ``rule`` on prompts that the hint ``prefetch`` has brought from
+``source``, over that of ``host`` on prompts in its own host memory. ``pin_kept``: the share of a
+pinned prompt's blocks that ``host`` still has after more prompts than its host tier holds,
+``pin_control`` of one that is not pinned. ``receipt_mismatch``: receipts that do not add up to the
+prompt. ``wrong_tokens``: answers that differ from those of ``plain``.
 """
 
 from __future__ import annotations

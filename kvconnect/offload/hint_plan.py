@@ -23,7 +23,7 @@ Block = tuple[int, bytes]
 
 RELEASED = {CacheHint.DEMOTE: "demoted", CacheHint.DROP: "dropped"}
 MISSING, PENDING = "missing", "pending"
-STAYED = "not_removed"
+STAYED = "stayed"
 KEPT = (CacheHint.PIN, CacheHint.RETAIN)
 
 

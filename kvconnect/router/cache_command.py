@@ -107,6 +107,8 @@ def _engines_of(
         raise ConfigError("URL", url, error.read().decode(errors="replace")) from error
     except (OSError, ValueError) as error:
         raise ConfigError("URL", url, f"the router does not answer: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ConfigError("URL", url, "name the admin API of a router") from error
 
 
 def _body(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from kvconnect.offload.messages import (
     OffloadInstructions,
     StoreBlocks,
 )
+from kvconnect.tiers.messages import ABSENT, REMOVED, RemovalAnswer, TierAnswer
 from kvconnect.types import FailureCause, JobId, Tier
 from tests.engines.vllm_configs import FULL, cache_config, engine_config
 
@@ -296,6 +297,65 @@ def test_hints_of_a_request_reach_its_blocks() -> None:
     assert [value for _, value, _ in half.plan.hints.gauges()] == [0, 0]
     plain = hinted(make_scheduler(), kv_transfer_params={"kvconnect": {"receipt": True}})
     assert "hints" not in plain["kvconnect"]  # control: nobody asks
+
+
+def released(half: ConnectorScheduler, hint: str, stored_first: bool) -> tuple[Any, int]:
+    """Have a request with a hint computed, and its blocks stored before or after its end. Return
+    the outcomes in its response, and the write-back of an engine with a disk."""
+    request = make_request(65)
+    request.status = RequestStatus.FINISHED_STOPPED
+    request.mm_features, request.prompt_embeds = [], None
+    request.prompt_token_ids = request.all_token_ids
+    request.kv_transfer_params = {"kvconnect": {hint: True, "receipt": True}}
+    half.add_request(request)
+    assert half.match(request, 0) == (None, False)  # the disk is asked
+    (lookup,) = half.build_step(output(0, ([1, 2],))).tiers.lookups
+    half.on_reports(StepReports(answers=[TierAnswer(lookup.job, bytes(len(lookup.keys)))]))
+    assert half.match(request, 0) == (0, False)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    (job,) = half.build_step(output(64, ([1, 2],))).offload.stores
+    reports = StepReports([JobReport(job.job)])
+    if stored_first:
+        half.on_reports(reports)
+    outcomes = half.finish_request(request)["kvconnect"]["hints"]
+    if not stored_first:
+        half.on_reports(reports)
+    return outcomes, half.plan.index.slots.used
+
+
+def with_disk(path: Path) -> ConnectorScheduler:
+    disk = {"path": str(path), "capacity": "64MiB"}
+    half = make_scheduler(disk=disk, load_when="always")
+    # A quarter of the slots may wait for the disk.
+    half.greet({(0, 0): WorkerHello(num_slots=8, slot_bytes=SLOT)})
+    return half
+
+
+@pytest.mark.parametrize("stored_first", [True, False])
+def test_a_drop_goes_to_the_disk_and_is_counted_once(tmp_path: Path, stored_first: bool) -> None:
+    half = with_disk(tmp_path)
+    outcomes, used = released(half, "drop", stored_first)
+    assert (outcomes, used) == ({"dropped" if stored_first else "pending": 2}, 0)
+    work = half.build_step(output(0, ([],))).tiers
+    assert not work.write_backs and half.busy
+    (removal,) = work.removals
+    assert len(set(removal.keys)) == 2
+    answer = RemovalAnswer(removal.job, bytes([REMOVED, ABSENT]))
+    half.on_reports(StepReports(answers=[answer]))
+    assert counted(half, "cache_hint_blocks") == {"dropped": 2}
+    assert not half.build_step(output(0, ([],))).tiers.removals and not half.busy
+
+
+@pytest.mark.parametrize("stored_first", [True, False])
+def test_a_demotion_waits_for_the_write_back(tmp_path: Path, stored_first: bool) -> None:
+    half = with_disk(tmp_path)
+    outcomes, used = released(half, "demote", stored_first)
+    assert (outcomes, used) == ({"demoted" if stored_first else "pending": 2}, 2)
+    waits = len(half.plan.hints._demoting)
+    (job,) = half.build_step(output(0, ([],))).tiers.write_backs
+    assert (waits, len(half.plan.hints._demoting), len(job.keys)) == (2, 0, 2)
+    assert counted(half, "cache_hint_blocks") == {"demoted": 2}
+    assert half.plan.index.policy.evict(half.plan.index.slots.pins) is None  # they are read
 
 
 def test_hints_come_in_vllm_s_envelope_too() -> None:

@@ -126,7 +126,7 @@ def test_a_dropped_prompt_leaves_the_disk_too(tmp_path: Path) -> None:
         for gone in (dropped, evicted):
             assert ask(second, gone)[0]["disk"] == 0
         assert ask(second, other)[0]["disk"] == FULL  # control: it was not dropped
-        assert outcomes(second, "not_removed") == 0
+        assert outcomes(second, "stayed") == 0
 
 
 def test_a_demoted_prompt_that_is_evicted_is_on_the_disk(tmp_path: Path, server: Server) -> None:

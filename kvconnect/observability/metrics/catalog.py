@@ -154,8 +154,8 @@ CATALOG: tuple[Metric, ...] = (
     Metric("cache_hint_blocks", "counter", "blocks",
            "Blocks of prompts with hints, by outcome. `refused_share` and `refused_tenant` exceed "
            "`pin_share`, of all requests or of one `cache_salt`; `expired` are kept no longer; "
-           "`missing` are not in host memory, nor in a tier from which they are dropped; a tier "
-           "failed to drop those `not_removed`.",
+           "`missing` are not in host memory, nor in a tier from which they are dropped; `stayed`: "
+           "a tier could not drop them.",
            "a request with hints ends, its blocks are stored and removed, or their time is over",
            label=_HINT_OUTCOME, absent=(SGLANG,)),
     Metric("failed_blocks", "counter", "blocks",

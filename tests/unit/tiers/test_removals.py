@@ -234,18 +234,18 @@ def test_a_tier_that_fails_and_workers_that_do_not_answer_are_told_from_success(
     answers = [bytes([REMOVED, ABSENT, REMOVED, ABSENT]), bytes([NOT_REMOVED, REMOVED, 0, 0])]
     for found in answers:
         bench.removals.on_answer(RemovalAnswer(removal.job, found))
-    assert bench.outcomes() == {"not_removed": 1, "dropped": 3}
+    assert bench.outcomes() == {"stayed": 1, "dropped": 3}
     bench.hint("drop")
     (late,) = bench.take(0.0)
     assert bench.take(19.0) == [] and bench.removals.busy
     assert bench.take(20.0) == [] and not bench.removals.busy
-    assert bench.outcomes() == {"not_removed": 5, "dropped": 3}
+    assert bench.outcomes() == {"stayed": 5, "dropped": 3}
     bench.hint("drop", PROMPT[:1])
     (removal,) = bench.take(20.0)
     for one in (late, late):  # too late, or of another length
         bench.removals.on_answer(RemovalAnswer(one.job, bytes([REMOVED])))
     bench.removals.on_answer(RemovalAnswer(removal.job, bytes(2)))
-    assert bench.removals.busy and bench.outcomes() == {"not_removed": 5, "dropped": 3}
+    assert bench.removals.busy and bench.outcomes() == {"stayed": 5, "dropped": 3}
 
 
 def test_the_queue_is_bounded_and_jobs_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,12 +253,12 @@ def test_the_queue_is_bounded_and_jobs_come_one_by_one(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_JOB_BLOCKS", 2)
     bench = Bench()
     bench.hint("drop", OTHERS[:7])
-    assert bench.outcomes() == {"not_removed": 2}
+    assert bench.outcomes() == {"stayed": 2}
     (first,) = bench.take()
     assert len(first.keys) == 2 and bench.take() == []
     bench.do(first)
     bench.run()
-    assert bench.outcomes() == {"not_removed": 2, "missing": 5}
+    assert bench.outcomes() == {"stayed": 2, "missing": 5}
 
 
 # demote -------------------------------------------------------------------------------------------
