@@ -90,6 +90,7 @@ class Task:
     def __init__(self, engine: Engine, work: Callable[[], None]) -> None:
         self.where = "not started"
         self.done = False
+        self.held = 0  # locks
         self._ready: Callable[[], bool] = lambda: True
         self._until: float | None = None
         self._engine = engine
@@ -149,13 +150,17 @@ class Task:
 
 
 class Turn:
-    """Takes the place of ``threading.Condition``: only one thread runs, so nothing is locked."""
+    """Takes the place of ``threading.Condition``. One thread runs, and it does not pause before it
+    gives the lock back."""
 
     def __enter__(self) -> bool:
+        if Task.running is not None:
+            Task.running.held += 1
         return True
 
     def __exit__(self, *_: object) -> None:
-        return None
+        if Task.running is not None:
+            Task.running.held -= 1
 
     def wait_for(self, ready: Callable[[], Any], timeout: float | None = None) -> bool:
         if ready():
@@ -611,8 +616,9 @@ class World:
 
     def pause(self) -> None:
         """Let others run in the middle of a thread's work, sometimes."""
-        if Task.running is not None and self.rng.random() < 0.3:
-            Task.running.wait("pause", lambda: True, None)
+        task = Task.running
+        if task is not None and not task.held and self.rng.random() < 0.3:
+            task.wait("pause", lambda: True, None)
 
     # What can happen next -----------------------------------------------------------------------
 

@@ -395,7 +395,7 @@ def test_negative_control(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, what, broken, error = CONTROLS[name]
     monkeypatch.setattr(where, what, broken)
     with pytest.raises(AssertionError, match=error):
-        run("two alike", 200)
+        run("two alike", 400)
 
 
 @pytest.mark.parametrize(
