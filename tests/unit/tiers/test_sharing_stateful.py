@@ -22,8 +22,8 @@ from kvconnect.config import DigestMode
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, HostIndex
 from kvconnect.tiers import LookupRequest, TierPlan
+from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads, _OpenRead
-from kvconnect.tiers.peers.peer_agent import _Dialler
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import SendLimit, Serving
 from kvconnect.tiers.worker import TierWorker
@@ -342,6 +342,7 @@ def _offers_last(self: TierWorker, work: Any, overwritten: Any) -> None:
     self._served.withdraw(overwritten)
     if work.withdraw:
         self._served.clear()
+    self._served.drop(work.dropped)
     self._served.offer(work.served)
 
 
@@ -357,7 +358,7 @@ def _frees_at_once(self: HostIndex, slots: Any, held: bool = False) -> Any:
 
 def _counts_for_ever(self: Reads, group: int, wanted: Any) -> Any:
     outcomes = _read(self, group, wanted)
-    for source in self._sources.all():
+    for source in self._sources._sources.values():
         source.reading += 1
     return outcomes
 
@@ -375,8 +376,9 @@ CONTROLS: dict[str, tuple[type, str, Any, str]] = {
         *(ServedBlocks, "is_current", lambda *_: True),
         WRONG,
     ),
-    "nothing is withdrawn": (ServedBlocks, "withdraw", _does_nothing, WRONG),
-    "another block is found": (ServedBlocks, "find", _any_block, WRONG),
+    "nothing is withdrawn": (ServedBlocks, "withdraw", _does_nothing, "a wrong|a dropped"),
+    "a drop is not heard of": (ServedBlocks, "drop", _does_nothing, "a dropped block"),
+    "another block is found": (ServedBlocks, "find", _any_block, "a wrong|a dropped"),
     "digests of pages are ignored": (Reads, "on_received", _believes_pages, WRONG),
     "a read ends before its pages arrive": (_OpenRead, "settle", _trusts_outcomes, "wrong|after"),
     "a stopped read ends at once": (Reads, "_have_ended", _stopped_is_ended, "after its read"),
@@ -385,7 +387,7 @@ CONTROLS: dict[str, tuple[type, str, Any, str]] = {
     "a source does not hear of a loss": (Serving, "on_down", _does_nothing, "never ends"),
     "reads count for ever": (Reads, "read", _counts_for_ever, "miscounted"),
     "a request waits for ever": (TierPlan, "lookup", _waits_for_ever, "waits too long"),
-    "who was lost is not dialled again": (_Dialler, "lost", _does_nothing, "no longer share"),
+    "who was lost is not dialled again": (Dialler, "lost", _does_nothing, "no longer share"),
     "bytes that were sent count for ever": (SendLimit, "ended", _does_nothing, "miscounted"),
 }
 
@@ -395,7 +397,7 @@ def test_negative_control(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, what, broken, error = CONTROLS[name]
     monkeypatch.setattr(where, what, broken)
     with pytest.raises(AssertionError, match=error):
-        run("two alike", 200)
+        run("two alike", 400)
 
 
 @pytest.mark.parametrize(
