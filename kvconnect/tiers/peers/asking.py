@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvconnect.errors import ProtocolError
@@ -81,16 +81,18 @@ class Questions:
         for first, source in itertools.product(range(0, count, MAX_ASKED), sources):
             yield _Question(source, first, min(MAX_ASKED, count - first))
 
-    def _holders(self, asked: Iterable[_Question], groups: Sequence[int]) -> list[Holders]:
-        """Return who has each block, and note who did not answer in time."""
+    def _holders(self, asked: Collection[_Question], groups: Sequence[int]) -> list[Holders]:
+        """Return who has each block, and note, once for all messages, who was late."""
         now = self._clock()
+        late = {question.source for question in asked if question.found is None}
+        for source in {question.source for question in asked}:
+            if source in late:
+                source.breaker.failed(now)
+            else:
+                source.breaker.succeeded()
         holders: list[set[PeerId]] = [set() for _ in groups]
         for question in asked:
-            if question.found is None:
-                question.source.breaker.failed(now)
-                continue
-            question.source.breaker.succeeded()
-            for place, there in enumerate(question.found):
+            for place, there in enumerate(question.found or b""):
                 if there:
                     holders[question.first + place].add(question.source.peer)
         pairs = zip(holders, groups, strict=True)

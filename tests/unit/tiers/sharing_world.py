@@ -90,6 +90,7 @@ class Task:
     def __init__(self, engine: Engine, work: Callable[[], None]) -> None:
         self.where = "not started"
         self.done = False
+        self.held = 0  # locks
         self._ready: Callable[[], bool] = lambda: True
         self._until: float | None = None
         self._engine = engine
@@ -149,13 +150,17 @@ class Task:
 
 
 class Turn:
-    """Takes the place of ``threading.Condition``: only one thread runs, so nothing is locked."""
+    """Takes the place of ``threading.Condition``. One thread runs, and it does not pause before it
+    gives the lock back."""
 
     def __enter__(self) -> bool:
+        if Task.running is not None:
+            Task.running.held += 1
         return True
 
     def __exit__(self, *_: object) -> None:
-        return None
+        if Task.running is not None:
+            Task.running.held -= 1
 
     def wait_for(self, ready: Callable[[], Any], timeout: float | None = None) -> bool:
         if ready():
@@ -385,6 +390,7 @@ class Engine:
         self.steps: deque[tuple[TierInstructions, list[Copying]]] = deque()
         self.copying: list[Copying] = []
         self.holds: dict[int, bytes] = {}  # slot -> key of what was committed there
+        self.gone: set[bytes] = set()  # keys that were dropped and not stored again
         world.acting = self
         self.host = Arena(SLOTS, BLOCK, world.digest)
         self.host.world = world
@@ -469,8 +475,11 @@ class Engine:
             job.void = True
 
     def drop(self, rng: random.Random) -> None:
+        """A hint drops a block: nobody may read it any more."""
         if ready := self.ready():
-            self.index.remove([rng.choice(ready)])
+            slot = rng.choice(ready)
+            self.index.remove([slot])
+            self.offers.drop([self.holds[slot]])
 
     def ready(self) -> list[int]:
         return [slot for slot in range(SLOTS) if self.index.slots.state(slot) == READY]
@@ -482,6 +491,8 @@ class Engine:
         work, stores = self.steps.popleft()
         self.worker.serve(work, [job.slot for job in stores])
         self.worker.submit((*work.lookups, *work.prefetches))
+        self.gone.update(work.dropped)
+        self.gone.difference_update(key for key, _ in work.served)
         self.copying += stores
         for answer in self.worker.poll():
             came = self.plan.on_answer(answer, self.world.now)
@@ -542,6 +553,8 @@ class Engine:
             if slot not in self.rotten:
                 want = in_layout(content(self.holds[slot]), self.layout)
                 assert bytes(self.host.view(slot)) == want, "a wrong block can be loaded"
+        served = self.agent.served
+        assert not any(served.find(key) for key in self.gone), "a dropped block is served"
         sources, _, reads = self.agent.reader
         for source in sources._sources.values():
             mine = [read for read in reads._open.values() if read.source is source]
@@ -611,8 +624,9 @@ class World:
 
     def pause(self) -> None:
         """Let others run in the middle of a thread's work, sometimes."""
-        if Task.running is not None and self.rng.random() < 0.3:
-            Task.running.wait("pause", lambda: True, None)
+        task = Task.running
+        if task is not None and not task.held and self.rng.random() < 0.3:
+            task.wait("pause", lambda: True, None)
 
     # What can happen next -----------------------------------------------------------------------
 

@@ -792,6 +792,17 @@ def test_a_question_waits_for_nobody_longer_than_it_may() -> None:
     assert len(reading.network.messages()) == 2  # and are tried again
 
 
+def test_a_long_question_that_is_late_counts_once() -> None:
+    """It is asked in more messages than a source may be late in a row."""
+    reading = Reading(wait_s=0.01)
+    keys = [key(number) for number in range(LATE_ANSWERS * MAX_ASKED)]
+    for _ in range(LATE_ANSWERS):
+        reading.questions.find(keys, [0] * len(keys), [PEER, OTHER_PEER])
+        assert len(reading.network.messages()) == 2 * LATE_ANSWERS
+    reading.questions.find(keys, [0] * len(keys), [PEER, OTHER_PEER])
+    assert reading.network.messages() == []  # control: now both were late too often
+
+
 def test_long_questions_go_in_several_messages() -> None:
     reading = Reading()
     keys = [key(number) for number in range(MAX_ASKED + 10)]

@@ -342,6 +342,7 @@ def _offers_last(self: TierWorker, work: Any, overwritten: Any) -> None:
     self._served.withdraw(overwritten)
     if work.withdraw:
         self._served.clear()
+    self._served.drop(work.dropped)
     self._served.offer(work.served)
 
 
@@ -375,8 +376,9 @@ CONTROLS: dict[str, tuple[type, str, Any, str]] = {
         *(ServedBlocks, "is_current", lambda *_: True),
         WRONG,
     ),
-    "nothing is withdrawn": (ServedBlocks, "withdraw", _does_nothing, WRONG),
-    "another block is found": (ServedBlocks, "find", _any_block, WRONG),
+    "nothing is withdrawn": (ServedBlocks, "withdraw", _does_nothing, "a wrong|a dropped"),
+    "a drop is not heard of": (ServedBlocks, "drop", _does_nothing, "a dropped block"),
+    "another block is found": (ServedBlocks, "find", _any_block, "a wrong|a dropped"),
     "digests of pages are ignored": (Reads, "on_received", _believes_pages, WRONG),
     "a read ends before its pages arrive": (_OpenRead, "settle", _trusts_outcomes, "wrong|after"),
     "a stopped read ends at once": (Reads, "_have_ended", _stopped_is_ended, "after its read"),
@@ -395,7 +397,7 @@ def test_negative_control(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, what, broken, error = CONTROLS[name]
     monkeypatch.setattr(where, what, broken)
     with pytest.raises(AssertionError, match=error):
-        run("two alike", 200)
+        run("two alike", 400)
 
 
 @pytest.mark.parametrize(
