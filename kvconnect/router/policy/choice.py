@@ -359,7 +359,7 @@ def _with_source(
     chosen: TargetChoice, workers: Sequence[WorkerView], hits: Mapping[Target, CacheHit]
 ) -> TargetChoice:
     """Return the choice with the share ticket of the target that has the most of the prompt, if
-    that is clearly more than the chosen one has, and both share."""
+    that is clearly more than the chosen one has. An engine without a ticket reads from none."""
     tickets = {
         target: (hits.get(target, CacheHit()).readable, -load.own, ticket)
         for worker in workers
