@@ -87,6 +87,7 @@ PURE = (
         "tiers/lookup.py",
         "tiers/writeback.py",
         "tiers/offers.py",
+        "tiers/removals.py",
     ),
     "tiers/cost_model.py",
     *(

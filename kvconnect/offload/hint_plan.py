@@ -9,7 +9,7 @@ blocks. A block whose store is in flight then follows when the store ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvconnect.cache.groups import CacheGroup
@@ -23,6 +23,7 @@ Block = tuple[int, bytes]
 
 RELEASED = {CacheHint.DEMOTE: "demoted", CacheHint.DROP: "dropped"}
 MISSING, PENDING = "missing", "pending"
+STAYED = "not_removed"
 KEPT = (CacheHint.PIN, CacheHint.RETAIN)
 
 
@@ -48,6 +49,10 @@ class HintPlan:
     """Hints of one engine. Without hints, the index keeps its eviction policy as it is.
 
     ``share`` of the slots may be pinned, and as many retained.
+
+    Attributes:
+        written_first: returns which slots of blocks to demote are to be written to a secondary tier
+            first. They are demoted in :meth:`writing`.
     """
 
     def __init__(
@@ -65,6 +70,8 @@ class HintPlan:
         self._prompts: dict[str, _HintedPrompt] = {}
         self._prefetches: dict[str, int] = {}  # tokens to prefetch, by request
         self._waiting: dict[Block, _HintedPrompt] = {}  # blocks that are not readable yet
+        self._demoting: dict[int, Block] = {}  # blocks to demote, by slot
+        self.written_first: Callable[[Mapping[Block, int]], Collection[int]] = lambda _: ()
 
     def add(
         self,
@@ -99,11 +106,18 @@ class HintPlan:
         """Return how many tokens of its prompt a request wants loaded at any cost."""
         return self._prefetches.get(req_id, 0)
 
-    def finish(self, req_id: str, now: float) -> dict[str, int] | None:
+    def released(self, req_id: str) -> tuple[CacheHint | None, Sequence[Block]]:
+        """Return whether a request demotes or drops blocks when it ends, and which."""
+        prompt = self._prompts.get(req_id)
+        return (None, ()) if prompt is None else (prompt.hints.release, prompt.blocks)
+
+    def finish(self, req_id: str, now: float, removing: bool = False) -> dict[str, int] | None:
         """End a request. Return how many blocks had which outcome; None if it had no hints but
         ``prefetch``.
 
-        ``pending`` blocks are being stored; ``missing`` ones are not in host memory.
+        ``pending`` blocks are being stored; ``missing`` ones are not in host memory. ``removing``:
+        secondary tiers remove the blocks too. Then those that are not in host memory are pending,
+        and who removes them counts all that are not being stored.
         """
         self._prefetches.pop(req_id, None)
         prompt = self._prompts.pop(req_id, None)
@@ -122,8 +136,19 @@ class HintPlan:
             else:
                 self._forget(prompt, block)
                 outcomes[MISSING] += 1
-        self._count({name: blocks for name, blocks in outcomes.items() if name != PENDING})
-        return dict(outcomes)
+        if removing:
+            outcomes[PENDING] += outcomes.pop(MISSING, 0)
+        else:
+            self._count({name: blocks for name, blocks in outcomes.items() if name != PENDING})
+        return dict(+outcomes)
+
+    def writing(self, slots: Iterable[int]) -> None:
+        """Demote the blocks that were to be written to a secondary tier first: that has begun, and
+        keeps them from eviction until it ends."""
+        found = ((slot, self._demoting.pop(slot, None)) for slot in slots)
+        self._index.policy.demote(
+            [slot for slot, block in found if block and self._index.slot_of(*block) == slot]
+        )
 
     def settled(self, stored: Iterable[Block], dropped: Iterable[Block], now: float) -> None:
         """Take the blocks that a finished store made readable, or did not."""
@@ -151,6 +176,7 @@ class HintPlan:
         self._prompts.clear()
         self._prefetches.clear()
         self._waiting.clear()
+        self._demoting.clear()
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
         """Yield (name, value, label) of each gauge."""
@@ -170,6 +196,8 @@ class HintPlan:
         slots = {
             block: slot for block in blocks if (slot := self._index.slot_of(*block)) is not None
         }
+        for slot in slots.values():
+            self._demoting.pop(slot, None)
         release = prompt.hints.release
         if release is None:
             keep = prompt.keep(now)
@@ -179,7 +207,9 @@ class HintPlan:
         if release is CacheHint.DROP:
             self._index.remove(slots.values())
         else:
-            self._index.policy.demote(list(slots.values()))
+            later = self.written_first(slots)
+            self._demoting.update((it, block) for block, it in slots.items() if it in later)
+            self._index.policy.demote([slot for slot in slots.values() if slot not in later])
         return dict.fromkeys(slots, RELEASED[release])
 
     def _forget(self, prompt: _HintedPrompt, block: Block) -> None:
@@ -217,5 +247,6 @@ CACHE_HINT_OUTCOMES = (
     *(outcome.value for outcome in KeepOutcome),
     *RELEASED.values(),
     MISSING,
+    STAYED,
 )
 """Values of the label ``outcome`` of ``cache_hint_blocks``."""

@@ -5,7 +5,7 @@ Hints stand in ``kv_transfer_params["kvconnect"]``::
     {"pin": 600}                   keep the blocks in host memory for 600 seconds
     {"retain": 3600}               evict them after all others for an hour
     {"demote": true}               evict them before all others
-    {"drop": true}                 remove them from host memory
+    {"drop": true}                 remove them from host memory and secondary tiers
     {"prefetch": true}             bring them from secondary tiers to host memory, also where
                                    computing them would be faster
     {"pin": 600, "tokens": 2048}   only the blocks of the prompt's first 2048 tokens

@@ -40,6 +40,15 @@ class WriteBackBlocks:
 
 
 @dataclass(frozen=True)
+class RemoveBlocks:
+    """Remove blocks from the secondary tiers. What peers have stays theirs."""
+
+    job: JobId
+    keys: tuple[bytes, ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True)
 class TierAnswer:
     """One worker's answer to a lookup, prefetch or write-back of blocks.
 
@@ -51,6 +60,18 @@ class TierAnswer:
     found: bytes
 
 
+ABSENT, REMOVED, NOT_REMOVED = range(3)
+
+
+@dataclass(frozen=True)
+class RemovalAnswer(TierAnswer):
+    """One worker's answer to a removal.
+
+    ``found[i]`` tells of ``keys[i]`` that no tier had it, that all that had it removed it, or that
+    a tier failed: ABSENT, REMOVED or NOT_REMOVED. Jobs are numbered apart from the others.
+    """
+
+
 SECONDARY_TIERS = (None, Tier.DISK, Tier.PEER, Tier.REMOTE)
 """What an :class:`TierAnswer` says of a block: 0 for none, and the slower the tier the higher."""
 
@@ -60,11 +81,13 @@ class TierInstructions:
     """One step's work on the secondary tiers, for every worker.
 
     ``served``: blocks of the host tier, as (key, slot), that other engines may read from now on.
-    ``withdraw``: first, none of those before may be read any more.
+    ``withdraw``: first, none of those before may be read any more. ``dropped``: nor these keys.
     """
 
     lookups: list[LookupBlocks] = field(default_factory=list)
     prefetches: list[PrefetchBlocks] = field(default_factory=list)
     write_backs: list[WriteBackBlocks] = field(default_factory=list)
+    removals: list[RemoveBlocks] = field(default_factory=list)
     served: list[tuple[bytes, int]] = field(default_factory=list)
     withdraw: bool = False
+    dropped: list[bytes] = field(default_factory=list)

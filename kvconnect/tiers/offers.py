@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from kvconnect.offload.index import HostIndex
 from kvconnect.tiers.messages import TierInstructions
+from kvconnect.tiers.planner import Promoted
 
 
 class Offers:
@@ -17,22 +18,29 @@ class Offers:
         self._serves = serves
         self._blocks: list[tuple[bytes, int]] = []
         self._withdraw = False
+        self._dropped: list[bytes] = []
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`take` has something to tell."""
-        return bool(self._blocks) or self._withdraw
+        return bool(self._blocks or self._dropped) or self._withdraw
 
     def stored(self, group: int, block_hash: bytes, key: bytes) -> None:
-        """Note a block that was copied from the device."""
+        """Note a block that host memory has now, unless it was dropped at once."""
         slot = self._index.slot_of(group, block_hash) if self._serves else None
         if slot is not None:
             self._blocks.append((key, slot))
 
-    def promoted(self, blocks: Iterable[tuple[bytes, int]]) -> None:
-        """Note blocks, as (key, slot), that came from a secondary tier."""
+    def promoted(self, came: Promoted) -> None:
+        """Note blocks that came from a secondary tier."""
+        for (group, block_hash), (key, _) in zip(came.blocks, came.places, strict=True):
+            self.stored(group, block_hash, key)
+
+    def drop(self, keys: Collection[bytes]) -> None:
+        """Serve these blocks no longer, also where they have left the index before."""
         if self._serves:
-            self._blocks += blocks
+            self._blocks = [block for block in self._blocks if block[0] not in keys]
+            self._dropped += keys
 
     def withdraw(self) -> None:
         """Serve none of the blocks so far."""
@@ -43,3 +51,4 @@ class Offers:
         """Add what there is to the instructions of a step."""
         work.served, self._blocks = self._blocks, []
         work.withdraw, self._withdraw = self._withdraw, False
+        work.dropped, self._dropped = self._dropped, []

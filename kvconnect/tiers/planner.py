@@ -63,11 +63,13 @@ class TierLimits(NamedTuple):
 
 
 class Promoted(NamedTuple):
-    """Blocks that were prefetched into the host tier for a request, and their (key, slot)."""
+    """Blocks that were prefetched into the host tier for a request, and their (key, slot); blocks
+    that were not found."""
 
     req_id: str
     blocks: Sequence[Block]
     places: Sequence[tuple[bytes, int]]
+    lost: Sequence[Block] = ()
 
 
 @dataclass(eq=False)
@@ -206,7 +208,9 @@ class TierPlan:
             return None
         job = finished.job
         if job.req_id is None:
-            self.write_backs.ended(job.slots, finished.timed_out)
+            pairs = zip(job.slots, finished.found, strict=True)
+            failed = [slot for slot, tier in pairs if not tier]
+            self.write_backs.ended(job.slots, finished.timed_out, failed)
         elif len(job.slots):
             return self._end_prefetch(job.req_id, finished, now)
         else:
@@ -328,4 +332,5 @@ class TierPlan:
             waiting.pin(self._index, self._groups)
         pairs = zip(keys, slots, strict=True)
         places = [place for place, tier in zip(pairs, found, strict=True) if tier]
-        return Promoted(req_id, promoted, places)
+        lost = [block for block, tier in zip(blocks, found, strict=True) if not tier]
+        return Promoted(req_id, promoted, places, lost)

@@ -22,15 +22,20 @@ from kvconnect.tiers.backends import Store
 from kvconnect.tiers.messages import (
     LookupBlocks,
     PrefetchBlocks,
+    RemovalAnswer,
+    RemoveBlocks,
     TierAnswer,
     TierInstructions,
     WriteBackBlocks,
 )
 from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.removal_calls import remove_blocks
 from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.types import Tier
 
-Job = LookupBlocks | PrefetchBlocks | WriteBackBlocks
+Job = LookupBlocks | PrefetchBlocks | WriteBackBlocks | RemoveBlocks
+
+_REMOVED_BLOCKS = 256  # of one call to a store, which may write for each
 
 
 @dataclass(eq=False)
@@ -85,6 +90,7 @@ class TierWorker:
         if self._served is not None:
             if work.withdraw:
                 self._served.clear()
+            self._served.drop(work.dropped)
             self._served.offer(work.served)
             self._served.withdraw(overwritten)
 
@@ -104,6 +110,9 @@ class TierWorker:
                 if isinstance(job, LookupBlocks):
                     batch = BlockBatch(keys, sizes, expires, done, source=job.source)
                     self._tiers.lookup(batch)
+                    continue
+                if isinstance(job, RemoveBlocks):
+                    remove_blocks(self._tiers, BlockBatch(keys, sizes, expires, done))
                     continue
                 batch = BlockBatch(keys, sizes, expires, done, job.slots[start:end])
                 if isinstance(job, PrefetchBlocks):
@@ -141,7 +150,8 @@ class TierWorker:
             running.batches -= 1
             last = not running.batches
         if last:
-            self._answers.append(TierAnswer(running.job.job, bytes(running.found)))
+            answer = RemovalAnswer if isinstance(running.job, RemoveBlocks) else TierAnswer
+            self._answers.append(answer(running.job.job, bytes(running.found)))
             self._ended.set()
 
     def _block_bytes(self, key: bytes) -> int:
@@ -150,5 +160,6 @@ class TierWorker:
 
 def _batches(job: Job, blocks: int) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of each call to a store: ``blocks`` at most, but a whole lookup."""
+    blocks = _REMOVED_BLOCKS if isinstance(job, RemoveBlocks) else blocks
     step = len(job.keys) if isinstance(job, LookupBlocks) else blocks
     yield from pairwise([*range(0, len(job.keys), step), len(job.keys)])

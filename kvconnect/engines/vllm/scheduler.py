@@ -293,10 +293,13 @@ class ConnectorScheduler:
         self.plan.finish_request(request.request_id, self._hashes(request))
         if not self._requests:
             self.device.rest()
-        not_loaded = self.tiers.forget(request.request_id) if self.tiers is not None else None
+        removing, not_loaded = False, None
+        if self.tiers is not None:
+            removing = self.tiers.release(request, self._hashes(request))
+            not_loaded = self.tiers.forget(request.request_id)
         now, asked = time.monotonic(), request.kv_transfer_params
         ticket = self.handoff.finish(request, now) if asked else None
-        hints = self.plan.hints.finish(request.request_id, now)
+        hints = self.plan.hints.finish(request.request_id, now, removing)
         receipt = self.receipts.finish(request.request_id, not_loaded)
         answer = with_receipt(ticket, asked, receipt, hints)
         if self.tiers is not None:

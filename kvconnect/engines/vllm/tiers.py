@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,8 +20,10 @@ from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.engines.vllm.translate import is_of_tokens
+from kvconnect.offload.hint_plan import Block
 from kvconnect.offload.jobs import SettledJob
 from kvconnect.offload.planner import OffloadPlan
+from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.tiers import (
     LookupRequest,
     LookupResult,
@@ -31,8 +33,9 @@ from kvconnect.tiers import (
     TierPlan,
 )
 from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
-from kvconnect.tiers.messages import TierAnswer, TierInstructions
+from kvconnect.tiers.messages import RemovalAnswer, TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
+from kvconnect.tiers.removals import DroppedBlock, Removals, absent
 from kvconnect.transport.security import Keys, read_key
 from kvconnect.types import Tier
 
@@ -88,6 +91,10 @@ class TierScheduler:
         self.shares = ShareTickets(keys, host.stats)
         shared = (host.index, groups, host.stats)
         self.plan = TierPlan(*shared, limits, self._choose, self._fetched)
+        write_backs = self.plan.write_backs
+        self._removals = Removals(write_backs, host.stats, workers, config.deadline_s)
+        if self._writes:
+            host.hints.written_first = self._written_first
 
     def ask(
         self,
@@ -137,6 +144,24 @@ class TierScheduler:
         for block in settled.dropped:
             self._keys.pop(block, None)
 
+    def release(self, request: Request, hashes: Sequence[Sequence[bytes]]) -> bool:
+        """Prepare that a request demotes or drops blocks. Call this before its end and before
+        :meth:`forget`. Return whether secondary tiers remove the dropped blocks and count them."""
+        hint, blocks = self._host.hints.released(request.request_id)
+        if hint is None:
+            return False
+        wanted = self._names.wanted(request, hashes, (0, 0))
+        keys = {block: wanted.key(*block) for block in blocks}
+        if hint is CacheHint.DEMOTE:
+            for block, key in keys.items() if self._writes else ():
+                self.plan.write_backs.demoted(*block, key)
+            return False
+        self._offers.drop(set(keys.values()))
+        if self._writes:
+            index = self._host.index
+            self._removals.add(DroppedBlock(key, absent(index, it)) for it, key in keys.items())
+        return self._writes
+
     def forget(self, req_id: str) -> str | None:
         """Drop the state of a finished request; see :meth:`TierPlan.forget`."""
         self._names.forget(req_id)
@@ -147,6 +172,9 @@ class TierScheduler:
         if self._cost is not None:
             self._steps.append(_Step(now, *_prompt_tokens(output)))
         work = self.plan.take(now)
+        for job in work.write_backs:
+            self._host.hints.writing(job.slots)
+        work.removals = self._removals.take(now)
         self._offers.take(work)
         return work
 
@@ -157,10 +185,15 @@ class TierScheduler:
             began, tokens, context = self._steps.popleft()
             self._cost.prefilled(tokens, now - max(began, self._ended), context)
         self._ended = now
-        found = (self.plan.on_answer(answer, now) for answer in answers)
-        promoted = [came for came in found if came is not None]
+        promoted = []
+        for answer in answers:
+            if isinstance(answer, RemovalAnswer):
+                self._removals.on_answer(answer)
+            elif (came := self.plan.on_answer(answer, now)) is not None:
+                promoted.append(came)
         for came in promoted:
-            self._offers.promoted(came.places)
+            self._host.hints.settled(came.blocks, came.lost, now)
+            self._offers.promoted(came)
         return promoted
 
     def reset(self) -> None:
@@ -173,11 +206,16 @@ class TierScheduler:
     @property
     def busy(self) -> bool:
         """Whether work is planned or an answer is awaited: the engine must keep stepping."""
-        return self.plan.busy or self._offers.ready
+        return self.plan.busy or self._removals.busy or self._offers.ready
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
         """Yield gauges as (name, value, label)."""
         return self.plan.gauges()
+
+    def _written_first(self, blocks: Mapping[Block, int]) -> Collection[int]:
+        """Return the slots of blocks to demote that are to be written to a secondary tier first."""
+        fresh = (slot for block, slot in blocks.items() if block in self._keys)
+        return self.plan.write_backs.waiting(blocks.values(), fresh)
 
     def _choose(self, offer: LookupResult) -> PrefetchDecision:
         """Decide how many of the found blocks to prefetch rather than compute."""

@@ -143,9 +143,8 @@ class ConnectorWorker:
         if self._tiers is not None:
             parts = chain.from_iterable(store.parts for store in step.offload.stores)
             self._tiers.serve(step.tiers, chain.from_iterable(part.slots for part in parts))
-            self._tiers.submit(
-                (*step.tiers.lookups, *step.tiers.prefetches, *step.tiers.write_backs)
-            )
+            work = step.tiers
+            self._tiers.submit((*work.lookups, *work.prefetches, *work.write_backs, *work.removals))
         if self._tier is not None:
             self._tier.begin(step.offload.loads, step.offload.stores)
         if self._agent is not None:

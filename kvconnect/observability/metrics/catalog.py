@@ -154,8 +154,9 @@ CATALOG: tuple[Metric, ...] = (
     Metric("cache_hint_blocks", "counter", "blocks",
            "Blocks of prompts with hints, by outcome. `refused_share` and `refused_tenant` exceed "
            "`pin_share`, of all requests or of one `cache_salt`; `expired` are kept no longer; "
-           "`missing` are not in host memory.",
-           "a request with hints ends and its blocks are stored, or their time is over",
+           "`missing` are not in host memory, nor in a tier from which they are dropped; a tier "
+           "failed to drop those `not_removed`.",
+           "a request with hints ends, its blocks are stored and removed, or their time is over",
            label=_HINT_OUTCOME, absent=(SGLANG,)),
     Metric("failed_blocks", "counter", "blocks",
            "Blocks whose store or load failed: wrong digest, copy error, deadline, or evicted.",
@@ -176,7 +177,7 @@ CATALOG: tuple[Metric, ...] = (
     Metric("expired_jobs", "counter", "jobs",
            "Jobs that missed their deadline.", "a job's deadline passes", label=_JOB),
     Metric("store_failed_blocks", "counter", "blocks",
-           "Blocks that a secondary tier failed to store or return, by reason.",
+           "Blocks that a secondary tier failed to store, return or remove, by reason.",
            "a call to the tier ends", label=_STORE_OUTCOME),
     Metric("store_evicted_blocks", "counter", "blocks",
            "Blocks that a disk or remote tier evicted, for room or for age.",

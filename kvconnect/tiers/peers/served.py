@@ -50,6 +50,12 @@ class ServedBlocks:
                 self._forget(slot)
                 self._versions[slot] += 1
 
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Remove blocks by key. What a read in progress gets of them is not sent."""
+        with self._lock:
+            slots = [slot for key in keys if (slot := self._slots.get(key)) is not None]
+        self.withdraw(slots)
+
     def clear(self) -> None:
         """Remove all blocks."""
         with self._lock:

@@ -35,7 +35,7 @@ from kvconnect.protocol.cache_messages import (
     encode,
 )
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers import SHARED
+from kvconnect.tiers import SHARED, Promoted
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.messages import PrefetchBlocks, TierInstructions
@@ -726,6 +726,11 @@ def test_a_step_offers_blocks_before_it_overwrites_slots() -> None:
         worker.serve(TierInstructions(served=offered), overwritten=[1])
         worker.submit([PrefetchBlocks(JobId(1), (key(9),), array("q", [2]), WAIT_S)])
         assert [served.find(key(n)) is not None for n in range(4)] == [True, False, False, True]
+        found = served.find(key(3))
+        assert found is not None
+        worker.serve(TierInstructions(dropped=[key(3), key(9)], served=[(key(7), 7)]), [])
+        assert served.find(key(3)) is None and not served.is_current(found)
+        assert served.find(key(0)) is not None and served.find(key(7)) is not None  # the control
         worker.serve(TierInstructions(withdraw=True, served=[(key(5), 5)]), overwritten=[])
         assert [served.find(key(n)) is not None for n in (0, 3, 5)] == [False, False, True]
         until(lambda: bool(worker.poll()))
@@ -742,13 +747,23 @@ def test_only_complete_blocks_are_offered() -> None:
         assert not offers.ready
         index.commit([slot])
         offers.stored(0, b"a%d" % serves, key(1))
-        offers.promoted([(key(2), 3)])
+        came = Promoted("r", [(0, b"a%d" % serves), (0, b"dropped")], [(key(2), slot), (key(3), 2)])
+        offers.promoted(came)
         assert offers.ready is serves
         step = TierInstructions()
         offers.take(step)
-        assert step.served == ([(key(1), slot), (key(2), 3)] if serves else [])
+        assert step.served == ([(key(1), slot), (key(2), slot)] if serves else [])
         assert not offers.ready
-        offers.promoted([(key(2), 3)])
+        offers.promoted(came)
+        offers.drop({key(2), key(4)})
+        assert offers.ready is serves
+        offers.stored(0, b"a%d" % serves, key(1))
+        step = TierInstructions()
+        offers.take(step)
+        assert step.served == ([(key(1), slot)] if serves else [])
+        assert sorted(step.dropped) == ([key(2), key(4)] if serves else [])
+        assert not offers.ready
+        offers.promoted(came)
         offers.withdraw()
         step = TierInstructions()
         offers.take(step)

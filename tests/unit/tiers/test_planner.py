@@ -468,7 +468,7 @@ def test_blocks_may_have_other_names_in_lower_tiers() -> None:
     (prefetch,) = bench.take(1.0).prefetches
     came = bench.plan.on_answer(TierAnswer(prefetch.job, bytes([REMOTE, REMOTE])), 1.0)
     places = list(zip(prefetch.keys, prefetch.slots, strict=True))
-    assert came == ("r", [(0, block) for block in hashes], places)
+    assert came == ("r", [(0, block) for block in hashes], places, [])
     assert bench.ready(hashes) == 2
     assert bench.plan.on_load_planned("r") == {Tier.REMOTE: 8}
 

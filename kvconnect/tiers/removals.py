@@ -1,0 +1,132 @@
+"""Which dropped blocks the secondary tiers are to remove, and when."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvconnect.offload.hint_plan import MISSING, RELEASED, STAYED, Block
+from kvconnect.offload.index import HostIndex
+from kvconnect.protocol.cache_hints import CacheHint
+from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.tiers.messages import NOT_REMOVED, REMOVED, RemovalAnswer, RemoveBlocks
+from kvconnect.tiers.writeback import WriteBacks
+from kvconnect.types import JobId
+
+_JOB_BLOCKS = 4096
+_MOST_QUEUED = 1 << 16
+_ANSWER_FACTOR = 2.0  # workers count a job's time from its arrival, and must be able to answer
+
+
+class DroppedBlock(NamedTuple):
+    """A block to remove. ``absent``: its outcome if no secondary tier has it; None if the outcome
+    is counted elsewhere."""
+
+    key: bytes
+    absent: str | None
+
+
+def absent(index: HostIndex, block: Block) -> str | None:
+    """Return the outcome of a block that is about to be dropped if no secondary tier has it. The
+    end of its store counts a block that is being stored."""
+    if index.slot_of(*block) is not None:
+        return RELEASED[CacheHint.DROP]
+    return None if index.has(*block) else MISSING
+
+
+@dataclass(eq=False)
+class _OpenRemoval:
+    """The job that the workers have."""
+
+    number: JobId
+    blocks: list[DroppedBlock]
+    found: bytes
+    started: float
+    waiting: int  # workers that have not answered
+
+
+class Removals:
+    """A queue of blocks to remove, one job at a time. A block that is being written back waits for
+    that job, or it would come back. Owned by the scheduler's thread; time is an argument.
+
+    ``workers`` must answer each job; each worker has ``deadline_s`` seconds for it.
+    """
+
+    def __init__(
+        self,
+        write_backs: WriteBacks,
+        stats: OffloadingConnectorStats,
+        workers: int,
+        deadline_s: float,
+    ) -> None:
+        self._write_backs = write_backs
+        self._stats = stats
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._queue: deque[DroppedBlock] = deque()
+        self._held: list[DroppedBlock] = []  # being written back
+        self._held_at = 0  # write-backs that had ended then
+        self._open: _OpenRemoval | None = None
+        self._last = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job can be planned or is unanswered: the engine must keep stepping."""
+        return self._open is not None or bool(self._queue) or self._released()
+
+    def add(self, blocks: Iterable[DroppedBlock]) -> None:
+        """Queue blocks. Those that the queue has no room for stay where they are, and are counted
+        as not removed."""
+        blocks = list(blocks)
+        room = _MOST_QUEUED - len(self._queue) - len(self._held)
+        self._queue.extend(blocks[:room])
+        self._count(blocks[room:], bytes([NOT_REMOVED]) * len(blocks[room:]))
+
+    def take(self, now: float) -> list[RemoveBlocks]:
+        """Return the job to start now, if any."""
+        job = self._open
+        if job is not None and now >= job.started + self._deadline_s * _ANSWER_FACTOR:
+            self._end(job, bytes([NOT_REMOVED]) * len(job.blocks))
+        if self._open is not None:
+            return []
+        if self._released():
+            self._queue.extend(self._held)
+            self._held.clear()
+        self._held_at = self._write_backs.ended_jobs
+        blocks: list[DroppedBlock] = []
+        while self._queue and len(blocks) < _JOB_BLOCKS:
+            block = self._queue.popleft()
+            (self._held if block.key in self._write_backs.running else blocks).append(block)
+        if not blocks:
+            return []
+        self._last += 1
+        number, keys = JobId(self._last), tuple(block.key for block in blocks)
+        self._open = _OpenRemoval(number, blocks, bytes(len(blocks)), now, self._workers)
+        return [RemoveBlocks(number, keys, self._deadline_s)]
+
+    def on_answer(self, answer: RemovalAnswer) -> None:
+        """Take one worker's answer; ignored if it comes after the job has timed out."""
+        job = self._open
+        if job is None or answer.job != job.number or len(answer.found) != len(job.blocks):
+            return
+        job.found = bytes(map(max, job.found, answer.found))
+        job.waiting -= 1
+        if not job.waiting:
+            self._end(job, job.found)
+
+    def _released(self) -> bool:
+        """Whether a write-back has ended that a block may have waited for."""
+        return bool(self._held) and self._held_at != self._write_backs.ended_jobs
+
+    def _end(self, job: _OpenRemoval, found: bytes) -> None:
+        self._open = None
+        self._count(job.blocks, found)
+
+    def _count(self, blocks: list[DroppedBlock], found: bytes) -> None:
+        outcomes = {NOT_REMOVED: STAYED, REMOVED: RELEASED[CacheHint.DROP]}
+        pairs = zip(blocks, found, strict=True)
+        counted = Counter(outcomes.get(one, it.absent) for it, one in pairs if it.absent)
+        for outcome, number in counted.items():
+            self._stats.count("cache_hint_blocks", number, label=outcome)
