@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -65,6 +66,7 @@ class Paged(Engine):
         page: int = PAGE,
         rank: tuple[Layout, tuple[int, int]] = (ROWS, (0, 8)),
         turned: bool = False,
+        transport: str = "tcp",
     ) -> None:
         self.size = size
         self.pages = pages_per_block(page, size)
@@ -75,7 +77,7 @@ class Paged(Engine):
         pages = list(page_units(block, [size * MODEL.width] * len(rows), self.pages))
         if turned:
             pages.reverse()
-        super().__init__(ask, [pages], name=b"pages of %d" % page)
+        super().__init__(ask, [pages], b"pages of %d" % page, transport)
         nbytes = sum(unit.nbytes for unit in block)
         geometry = Geometry((GroupGeometry((ByteRun(0, nbytes, nbytes),), SLOTS),))
         self.worker = TierWorker({Tier.PEER: self.store}, self.host, geometry, wait_s=WAIT_S)
@@ -141,13 +143,18 @@ class Paged(Engine):
         return [bytes(self.host.view(slot, len(data))) == data for slot, data in wanted]
 
 
+@pytest.mark.parametrize("transport", ["tcp", "nixl"])
 @pytest.mark.parametrize("sizes", [(64, 32, 32), (32, 64, 32), (64, 16, 16), (16, 64, 16)])
-def test_blocks_of_other_sizes(sizes: tuple[int, int, int]) -> None:
+def test_blocks_of_other_sizes(sizes: tuple[int, int, int], transport: str) -> None:
     """There and back. A block of 64 tokens has several blocks of the other engine."""
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu12")
     theirs, mine, page = sizes
-    with engines(lambda: Paged(size=theirs, page=page)) as [source]:
+    with engines(lambda: Paged((), theirs, page, transport=transport)) as [source]:
         source.keep_all(*range(128 // theirs))
-        with engines(lambda: Paged([source.where], mine, page, (TURNED, (0, 8)))) as [reader]:
+        turned = (TURNED, (0, 8))
+        make = partial(Paged, [source.where], mine, page, turned, transport=transport)
+        with engines(make) as [reader]:
             reader.sources(1)
             blocks = range(128 // mine)
             assert not any(reader.right(*blocks))
