@@ -216,6 +216,18 @@ def test_half_a_block_is_a_miss() -> None:
             assert reader.read(0, 1) == reader.right(0, 1) == [True, True]
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_page_that_goes_between_the_lookup_and_the_read(lost: int) -> None:
+    with engines(lambda: Paged(size=32, page=32)) as [source]:
+        source.keep_all(0, 1, 2, 3)
+        with engines(lambda: Paged([source.where], 64, 32)) as [reader]:
+            reader.sources(1)
+            assert reader.there(0, 1) == [True, True]
+            source.worker.serve(TierInstructions(), [lost])
+            assert reader.read(0, 1) == [False, True]
+            assert reader.right(1) == [True]
+
+
 def test_a_block_goes_with_all_of_its_pages() -> None:
     with engines(lambda: Paged(size=64, page=16)) as [source]:
         source.keep_all(0, 1)
@@ -352,6 +364,7 @@ def test_slots_are_served_page_by_page() -> None:
     found = [served.find(name) for name in names]
     assert [it and (it.slot, it.page) for it in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     served.offer_pages([((a, b), 2)])
+    served.withdraw([0])  # what was there is in slot 2 now
     assert served.find(b) == ServedBlock(2, 0, 1)
     served.drop([a])
     assert served.find(a) is served.find(b) is None and served.find(c) == found[2]
