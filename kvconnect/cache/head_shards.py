@@ -106,9 +106,50 @@ def units(
     found = []
     for start in range(0, end - first, step):
         runs = (run for layer in layers for run in slot.runs(layer, range(start, start + step)))
-        found.append(HeadUnit((first + start) // step, _merged(runs)))
+        found.append(HeadUnit((first + start) // step, merged(runs)))
     _check_cover(found, group.block_bytes)
     return tuple(found)
+
+
+def page_units(
+    block: Sequence[HeadUnit], lengths: Sequence[int], pages: int
+) -> tuple[tuple[HeadUnit, ...], ...]:
+    """Return the units of each of the ``pages`` pages of a block: parts with equally many tokens.
+
+    A unit of a page is what :func:`units` returns for a block of as many tokens.
+
+    Args:
+        block: the units of the block. Its tokens are apart.
+        lengths: bytes of the block of one head, per layer, in the model's order.
+
+    Raises:
+        Misuse: a unit is not whole heads of these layers, or a length is not whole pages.
+    """
+    if any(length % pages for length in lengths):
+        raise Misuse(f"{pages} pages of heads with {list(lengths)} bytes")
+    cut = []
+    for unit in block:
+        heads, rest = divmod(unit.nbytes, sum(lengths))
+        if rest:
+            raise Misuse(f"unit {unit.number} of {unit.nbytes} bytes, a head has {sum(lengths)}")
+        sizes = [length // pages for length in lengths for _ in range(heads)]
+        cut.append([HeadUnit(unit.number, runs) for runs in _dealt(unit.runs, sizes, pages)])
+    return tuple(zip(*cut, strict=True))
+
+
+def _dealt(runs: Iterable[Run], sizes: Iterable[int], pages: int) -> list[tuple[Run, ...]]:
+    """Cut runs into pieces, ``pages`` of each size, and deal them out to the pages in turn."""
+    dealt: list[list[Run]] = [[] for _ in range(pages)]
+    rest, offset, left = iter(runs), 0, 0
+    for size, page in product(sizes, range(pages)):
+        missing = size
+        while missing:
+            if not left:
+                offset, left = next(rest)
+            taken = min(left, missing)
+            dealt[page].append((offset, taken))
+            offset, left, missing = offset + taken, left - taken, missing - taken
+    return [merged(page) for page in dealt]
 
 
 def _check_part(layer: LayerPages, heads: int, tokens_apart: bool) -> None:
@@ -181,12 +222,12 @@ class _Slot:
         return Incompatible(f"layer {layer.name}: byte {offset} of the area is not of block 0")
 
 
-def _merged(runs: Iterable[Run]) -> tuple[Run, ...]:
+def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
     """Merge runs that are adjacent."""
-    merged: list[Run] = []
+    found: list[Run] = []
     for offset, length in runs:
-        if merged and sum(merged[-1]) == offset:
-            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        if found and sum(found[-1]) == offset:
+            found[-1] = (found[-1][0], found[-1][1] + length)
         else:
-            merged.append((offset, length))
-    return tuple(merged)
+            found.append((offset, length))
+    return tuple(found)

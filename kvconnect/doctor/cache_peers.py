@@ -27,8 +27,8 @@ _NOT_THERE = (
 )
 _SILENT = "restart the engine: its connections work, its worker does not answer"
 _ALONE = (
-    "use the same weights, types and block size; workers that keep whole blocks share with the "
-    "same rank of other engines"
+    "use the same weights, types and block size (or page_tokens); workers that keep whole blocks "
+    "share with the same rank of other engines"
 )
 
 

@@ -42,6 +42,7 @@ _Unit = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _Fingerprint = Annotated[bytes, Meta(min_length=1, max_length=64)]
 _Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 _Group = Annotated[int, Meta(ge=0, lt=64)]
+_Pages = Annotated[int, Meta(ge=1, le=1 << 16)]
 _Units = Annotated[dict[_Unit, _Bytes], Meta(min_length=1, max_length=1024)]
 
 
@@ -61,7 +62,8 @@ class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
         engine: random bytes of the process, by which a worker knows itself.
         format: fingerprint of the units' bytes; only workers with the same one share blocks.
         layout: fingerprint of a whole block's bytes in a slot.
-        groups: per KV-cache group, the units of a block that this worker has, with their bytes.
+        groups: per KV-cache group, the units of a page that this worker has, with their bytes.
+        pages: of a block, per group: pages are what is asked for. Empty: each block is one page.
     """
 
     protocol: tuple[_Version, _Version] = PROTOCOL
@@ -69,6 +71,7 @@ class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
     format: _Fingerprint
     layout: _Fingerprint
     groups: Annotated[list[_Units], Meta(min_length=1, max_length=64)]
+    pages: Annotated[list[_Pages], Meta(max_length=64)] = []
 
 
 class Ask(msgspec.Struct, tag="ask"):

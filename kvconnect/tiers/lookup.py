@@ -70,7 +70,8 @@ class LookupRequest(NamedTuple):
     ``prefix`` is the tenant and scope. ``block_names`` has, by hash, the names of blocks that the
     secondary tiers know under another name than their hash. The first ``prefetch_tokens`` tokens
     are to be loaded at any cost, if the tiers have them. ``source``: the engine that is said to
-    have blocks; () if none is named.
+    have blocks; () if none is named. ``page_names`` has, by hash, the names of the pages of blocks
+    that peers know by pages.
     """
 
     hashes: Sequence[Sequence[bytes]]
@@ -80,10 +81,20 @@ class LookupRequest(NamedTuple):
     block_names: Mapping[bytes, bytes] = MappingProxyType({})
     prefetch_tokens: int = 0
     source: Addresses = ()
+    page_names: Mapping[bytes, Sequence[bytes]] = MappingProxyType({})
 
     def key(self, group: int, block_hash: bytes) -> bytes:
         """Return the key of a block in the secondary tiers."""
         return block_key(self.prefix, group, self.block_names.get(block_hash, block_hash))
+
+    def page_keys(self, blocks: Iterable[Block]) -> Iterator[tuple[bytes, tuple[bytes, ...]]]:
+        """Yield the keys of those blocks that peers know by pages, and the keys of the pages."""
+        if self.page_names:
+            for group, block_hash in blocks:
+                names = self.page_names.get(block_hash, ())
+                pages = tuple(block_key(self.prefix, group, name) for name in names)
+                if pages:
+                    yield self.key(group, block_hash), pages
 
     def rows(self, groups: Sequence[CacheGroup]) -> Iterator[tuple[int, Sequence[bytes]]]:
         """Yield each group's number and the hashes of its blocks in the range of tokens."""

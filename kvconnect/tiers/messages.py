@@ -82,6 +82,8 @@ class TierInstructions:
 
     ``served``: blocks of the host tier, as (key, slot), that other engines may read from now on.
     ``withdraw``: first, none of those before may be read any more. ``dropped``: nor these keys.
+    ``pages``: of blocks that these and later steps name, the keys of the pages by which peers know
+    them; a block that is one page has none.
     """
 
     lookups: list[LookupBlocks] = field(default_factory=list)
@@ -91,3 +93,4 @@ class TierInstructions:
     served: list[tuple[bytes, int]] = field(default_factory=list)
     withdraw: bool = False
     dropped: list[bytes] = field(default_factory=list)
+    pages: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from kvconnect.offload.index import HostIndex
 from kvconnect.tiers.messages import TierInstructions
@@ -19,11 +19,17 @@ class Offers:
         self._blocks: list[tuple[bytes, int]] = []
         self._withdraw = False
         self._dropped: list[bytes] = []
+        self._pages: dict[bytes, tuple[bytes, ...]] = {}
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`take` has something to tell."""
         return bool(self._blocks or self._dropped) or self._withdraw
+
+    def name(self, pages: Iterable[tuple[bytes, tuple[bytes, ...]]]) -> None:
+        """Note the keys of the pages of blocks that are about to be stored or dropped."""
+        if self._serves:
+            self._pages.update(pages)
 
     def stored(self, group: int, block_hash: bytes, key: bytes) -> None:
         """Note a block that host memory has now, unless it was dropped at once."""
@@ -52,3 +58,5 @@ class Offers:
         work.served, self._blocks = self._blocks, []
         work.withdraw, self._withdraw = self._withdraw, False
         work.dropped, self._dropped = self._dropped, []
+        work.pages.update(self._pages)
+        self._pages.clear()

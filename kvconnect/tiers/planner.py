@@ -255,6 +255,7 @@ class TierPlan:
         if not blocks:
             return False
         keys = tuple(request.key(*block) for block in blocks)
+        self._planned.pages.update(request.page_keys(blocks))
         number = self._jobs.add(TierJob(keys, array("q"), req_id, blocks), now)
         self._planned.lookups.append(LookupBlocks(number, keys, request.source))
         self._stats.count("tier_lookups")
@@ -302,6 +303,7 @@ class TierPlan:
             return False
         self._prefetching.add(placed, now)
         keys = tuple(waiting.request.key(*block) for block in placed)
+        self._planned.pages.update(waiting.request.page_keys(placed))
         number = self._jobs.add(TierJob(keys, slots, req_id, tuple(placed)), now)
         prefetch = PrefetchBlocks(number, keys, slots, self._limits.deadline_s)
         self._planned.prefetches.append(prefetch)

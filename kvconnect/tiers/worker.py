@@ -87,11 +87,13 @@ class TierWorker:
     def serve(self, work: TierInstructions, overwritten: Iterable[int]) -> None:
         """Let other engines read the blocks that a step names, and no longer those in slots that
         the step's stores will overwrite. Call this before these stores and :meth:`submit`."""
-        if self._served is not None:
+        if self._served is not None and self._peers is not None:
             if work.withdraw:
                 self._served.clear()
-            self._served.drop(work.dropped)
-            self._served.offer(work.served)
+            self._peers.page_keys.learn(work.pages)
+            pages_of = self._peers.page_keys.of
+            self._served.drop(page for key in work.dropped for page in pages_of(key))
+            self._served.offer_pages((pages_of(key), slot) for key, slot in work.served)
             self._served.withdraw(overwritten)
 
     def submit(self, jobs: Iterable[Job]) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.engines.models import prompt_tokens
+from tests.engines.models import BLOCK_SIZE, prompt_tokens
 from tests.engines.ranks import until
 from tests.engines.scenario import (
     COUNT,
     FULL,
     NEW,
+    PATIENCE_S,
     PROMPT,
     ask,
     assert_nothing_leaks,
@@ -34,9 +36,10 @@ HOST = "32MiB"
 HALF = COUNT // 2
 
 
-def shares(port: int, *ask: int, **extra: Any) -> str:
+def shares(port: int, *ask: int, page_tokens: int = 0, **extra: Any) -> str:
     """Settings of an engine that serves at ``port`` and asks the engines at other ports."""
     peers = {
+        "page_tokens": page_tokens,
         "listen": f"127.0.0.1:{port}",
         "ask": [f"127.0.0.1:{other}" for other in ask],
         "ask_s": 5.0,  # engines on CPUs answer when they get to it
@@ -186,3 +189,38 @@ def test_a_source_that_the_router_names() -> None:
 
             until(named, "the router names the source")
         assert_nothing_leaks(reader)
+
+
+def test_block_sizes_that_divide_one_another() -> None:
+    """Engines with blocks of 32 and of 64 tokens, there and back; a prompt's full blocks are equal
+    tokens. Control: without pages, the one with blocks of 64 finds nothing."""
+    first, second = free_port(), free_port()
+    large = ("--block-size", str(2 * BLOCK_SIZE))
+    options = {"kvconnect": {"receipt": True}}
+    want = expected("llama").fresh
+    with Server("llama", shares(first, second)) as small:
+        for prompt in prompts()[:HALF]:
+            small.complete(prompt, NEW)
+        small.settle()
+        with Server("llama", shares(second, first), blocks=32, args=large) as other:
+            told = receipt(other, prompts()[0], kv_transfer_params=options)
+            assert (told["peer"], told["computed"]) == (0, PROMPT)
+        pages = shares(second, first, page_tokens=BLOCK_SIZE)
+        with Server("llama", pages, blocks=32, args=large) as other:
+            told = receipt(other, prompts()[0], kv_transfer_params=options)
+            assert (told["peer"], told["computed"]) == (FULL, PROMPT - FULL)
+            for prompt, answer in zip(prompts(), want, strict=True):
+                assert other.complete(prompt, NEW).tokens == answer
+            assert hits(other, "peer") == HALF * FULL
+            other.settle()
+            end = time.monotonic() + PATIENCE_S
+            while not small.metric("vllm:kvconnect_tier_available", tier="peer"):
+                assert time.monotonic() < end, "the other engine cannot be asked"
+                small.complete([5] * 8, 2)  # an engine at rest tells no new numbers
+            told = receipt(small, prompts()[-1], kv_transfer_params=options)
+            assert (told["peer"], told["computed"]) == (FULL, PROMPT - FULL)
+            for prompt, answer in zip(prompts()[HALF:], want[HALF:], strict=True):
+                assert small.complete(prompt, NEW).tokens == answer
+            assert hits(small, "peer") == HALF * FULL
+            assert_nothing_leaks(other)
+            assert_nothing_leaks(small)

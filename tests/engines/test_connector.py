@@ -138,6 +138,7 @@ def test_what_is_refused_is_refused_as_soon_as_vllm_asks_for_anything() -> None:
         ({}, "kv_both", False),
         ({"disk": {"path": "/tmp/kv", "capacity": "1GiB"}}, "kv_both", True),
         ({"remote": {"kind": "valkey", "url": "valkey://host"}}, "kv_both", True),
+        ({"cache_peers": {"ask": ["127.0.0.1:5001"]}}, "kv_both", True),
         ({"listen": "127.0.0.1:5000"}, "kv_producer", True),
         ({}, "kv_consumer", True),
     ],

@@ -63,13 +63,17 @@ def reaches_a_peer(running: SglangServer) -> bool:
 
 
 @pytest.mark.skipif(not VLLM.exists(), reason="vLLM's environment is not here: make setup")
-def test_each_engine_reads_what_the_other_has() -> None:
+@pytest.mark.parametrize("pages", [1, 2])
+def test_each_engine_reads_what_the_other_has(pages: int) -> None:
+    """A block of vLLM's is one page of SGLang's, or two; the prompts' full blocks are the same."""
     ours, theirs = prompts(440_000), prompts(550_000)
     found = sum(map(full, ours))
     first, second = free_port(), free_port()
     settings = {"host_bytes": "32MiB", "load_when": "always", "listen": "off", "wait_s": 30.0}
-    of_vllm = kv_transfer(**settings, cache_peers=peers(second, str(first)))
-    with sglang(peers(first, str(second))) as one, Vllm("llama", of_vllm) as other:
+    shared = {**peers(second, str(first)), "page_tokens": BLOCK_SIZE}
+    size = ("--block-size", str(pages * BLOCK_SIZE))
+    of_vllm = kv_transfer(**settings, cache_peers=shared)
+    with sglang(peers(first, str(second))) as one, Vllm("llama", of_vllm, args=size) as other:
         computed = [ask(one, prompt)[0] for prompt in ours]
         assert kept(one, sum(map(full, ours)) // BLOCK_SIZE)
         for prompt, want in zip(ours, computed, strict=True):

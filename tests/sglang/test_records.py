@@ -18,7 +18,7 @@ from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.cache.record_format import page_names
 from kvconnect.config import Config
 from kvconnect.engines.sglang import storage_backends
-from kvconnect.errors import Incompatible
+from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers.backends.memory import MemoryStore
 from tests.engines.models import model_dir
@@ -112,6 +112,26 @@ def test_what_only_sglang_can_use(
     (model / "model.safetensors").unlink()
     with serving(str(model)), pytest.raises(Incompatible, match="no weight files"):
         storage_backends.records_for_all(pools, RANKS)
+
+
+def test_pages_that_peers_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of SGLang is one page there: it has no names for parts of it."""
+    pools = {PoolName.KV: host_pool(monkeypatch)}
+    monkeypatch.setattr(
+        storage_backends.ModelConfig.from_server_args(None), "dtype", pools[PoolName.KV].dtype
+    )
+    memory: Any = None
+    with serving(str(model)):
+        records = storage_backends.records_for_all(pools, RANKS)
+    for tokens in (0, PAGE):
+        config = Config().replace(cache_peers={"ask": ["10.0.0.1:1"], "page_tokens": tokens})
+        for form, found in ((records, records.units), (None, None)):
+            shared = storage_backends._shared_blocks(config, {}, form, memory, pools)
+            ((page,),) = shared.layouts
+            assert page == found or len(page) == 1
+    config = Config().replace(cache_peers={"ask": ["10.0.0.1:1"], "page_tokens": PAGE // 2})
+    with pytest.raises(ConfigError, match=f"page_tokens={PAGE // 2} .*use the page size, {PAGE}"):
+        storage_backends._shared_blocks(config, {}, records, memory, pools)
 
 
 def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

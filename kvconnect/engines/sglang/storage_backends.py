@@ -28,7 +28,8 @@ from kvconnect.engines.sglang.runtime_context import rank_number
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
-from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
+from kvconnect.tiers.backends.base import parse_settings
+from kvconnect.tiers.peers.peer_agent import PeerOptions, SharedBlocks, start_agent
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
@@ -81,17 +82,21 @@ def _shared_blocks(
     """Return what other engines may read: records, or the first pool's pages as they are.
 
     Raises:
-        ConfigError: there are several pools.
+        ConfigError: there are several pools, or ``page_tokens`` is another page size.
     """
     if len(pools) > 1:
         fix = "remove it: of a model with several pools, peers cannot read all that it needs"
         raise ConfigError("cache_peers", config.tiers.cache_peers, fix)
+    asked = parse_settings(PeerOptions, config.tiers.cache_peers, ("serve_rate",)).page_tokens
+    if asked not in (0, page := pools[PoolName.KV].page_size):
+        fix = f"remove it or use the page size, {page}: SGLang has no names for parts of pages"
+        raise ConfigError("page_tokens", asked, fix)
     layout = fingerprint(fields)
     if records is not None:
-        return SharedBlocks(memory, [records.units], records.form.fingerprint, layout)
+        return SharedBlocks(memory, [[records.units]], records.form.fingerprint, layout)
     nbytes = pools[PoolName.KV].get_data_page(0, flat=True).nbytes
     whole = (HeadUnit(0, ((0, nbytes),)),)
-    return SharedBlocks(memory, [whole], fingerprint({**fields, "bytes": nbytes}), layout)
+    return SharedBlocks(memory, [[whole]], fingerprint({**fields, "bytes": nbytes}), layout)
 
 
 def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:

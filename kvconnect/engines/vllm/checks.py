@@ -76,7 +76,7 @@ def _check_context_parallelism(config: VllmConfig, settings: Config) -> None:
     """Refuse all but the host tier where a block's tokens are spread over ranks: other engines and
     later starts may spread them in another way."""
     ranks = config.parallel_config.decode_context_parallel_size
-    leaves = settings.tiers.disk or settings.tiers.remote
+    leaves = settings.tiers.disk or settings.tiers.remote or settings.tiers.cache_peers
     if ranks > 1 and (leaves or config.kv_transfer_config.kv_role != "kv_both"):
         fix = "its blocks cannot leave the engine: use 1, or kv_role kv_both with host memory only"
         raise ConfigError("decode_context_parallel_size", ranks, fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,15 +13,15 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
-from kvconnect.cache.head_shards import HeadUnit, Rows, unit_heads, units
+from kvconnect.cache.head_shards import HeadUnit, Rows, page_units, unit_heads, units
 from kvconnect.cache.keys import group_of
 from kvconnect.cache.layout import Geometry
 from kvconnect.cache.model_identity import model_name, weights_name
 from kvconnect.cache.record_format import RecordFormat, fingerprint, parts
 from kvconnect.config import Config
 from kvconnect.engines.vllm import handoff_pages, translate
-from kvconnect.engines.vllm.tiers import named_by_tokens
-from kvconnect.errors import Incompatible, Refused
+from kvconnect.engines.vllm.tiers import named_by_tokens, shared_pages
+from kvconnect.errors import ConfigError, Incompatible, Refused
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.topology import head_range
 from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
@@ -63,9 +64,10 @@ def make_lower_tiers(
     rank = parallel.rank
 
     def peers() -> Store:
-        shared = _shared_form(cache, fields)
+        pages = shared_pages(config, translate.cache_groups(kv_cache_config))
+        shared = _shared_form(cache, fields, pages)
         layout = fingerprint(_own_fields(cache, fields))
-        blocks = SharedBlocks(store, shared.units(geometry), shared.fingerprint, layout)
+        blocks = SharedBlocks(store, shared.pages(geometry, pages), shared.fingerprint, layout)
         first = parallel.data_parallel_index * parallel.world_size
         return PeerStore(start_agent(config, blocks, first + rank), blocks)
 
@@ -135,33 +137,49 @@ def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> St
 
 class _SharedForm(NamedTuple):
     """The form in which engines share blocks: the units of a block per group, empty for whole
-    blocks."""
+    blocks. ``lengths``: bytes of a block of one head, per layer, where there is one group."""
 
     fingerprint: bytes
     layouts: Sequence[Sequence[HeadUnit]]
+    lengths: Sequence[int] = ()
 
-    def units(self, geometry: Geometry) -> Sequence[Sequence[HeadUnit]]:
-        """Return the units; a whole block is one unit."""
+    def pages(self, geometry: Geometry, pages: int) -> Sequence[Sequence[Sequence[HeadUnit]]]:
+        """Return, per group, the units of each page of a block; a whole block is one unit."""
+        if pages > 1:
+            return [page_units(self.layouts[0], self.lengths, pages)]
         blocks = (group.block_bytes for group in geometry.groups)
-        return self.layouts or [(HeadUnit(0, ((0, nbytes),)),) for nbytes in blocks]
+        whole = [(HeadUnit(0, ((0, nbytes),)),) for nbytes in blocks]
+        return [[units] for units in self.layouts or whole]
 
 
-def _shared_form(cache: _Cache, fields: Mapping[str, Any]) -> _SharedForm:
-    """Return the form that the most other engines can use."""
+def _shared_form(cache: _Cache, fields: Mapping[str, Any], pages: int = 1) -> _SharedForm:
+    """Return the form that the most other engines can use. It is that of an engine whose blocks
+    are one of ``pages`` pages of a block here.
+
+    Raises:
+        ConfigError: a block cannot be divided into pages.
+    """
+    config = cache.vllm_config
+    tokens = cache.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size // pages
     try:
         form, layout = records_for_all(
-            cache.vllm_config, cache.kv_cache_config, cache.kv_caches, cache.geometry
+            config, cache.kv_cache_config, cache.kv_caches, cache.geometry
         )
-        return _SharedForm(form.fingerprint, [layout])
+        lengths = [form.tokens * sum(form.row)] * len(form.layers)
+        return _SharedForm(replace(form, tokens=tokens).fingerprint, [layout], lengths)
     except Incompatible as error:
         logger.info("SGLang cannot use what is stored here: %s", error)
     try:
-        layouts, format_of_units = _units(cache)
+        layouts, lengths, format_of_units = _units(cache, pages)
     except (Incompatible, Refused) as error:
+        if pages > 1:
+            raise ConfigError("page_tokens", tokens, f"remove it: {error}") from error
         logger.info("only engines with the same ranks share blocks: %s", error)
         return _SharedForm(fingerprint(_own_fields(cache, fields)), [])
-    shared = {**fields, "stage": _stage(cache.vllm_config), "units": format_of_units}
-    return _SharedForm(fingerprint(shared), layouts)
+    shared = {**fields, "stage": _stage(config), "units": format_of_units}
+    if pages > 1:
+        shared["blocks"] = [tokens]
+    return _SharedForm(fingerprint(shared), layouts, lengths)
 
 
 def _own_fields(cache: _Cache, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,15 +187,21 @@ def _own_fields(cache: _Cache, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "rank": _rank(cache.vllm_config), "layout": _layout(cache)}
 
 
-def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
-    """Return, per group, the units of a block and the format of their bytes."""
+def _units(
+    cache: _Cache, pages_per_block: int
+) -> tuple[list[Sequence[HeadUnit]], list[int], list[list[Any]]]:
+    """Return, per group, the units of a block; the bytes of a block of one head, per layer; and per
+    group the format of the units' bytes, of one page of a block if it has several."""
     if any(handoff_pages.whole_groups(cache.kv_cache_config, cache.kv_caches)):
         raise Incompatible("blocks are kept as a whole")
     pages = handoff_pages.handoff_pages(cache.kv_cache_config, cache.kv_caches)
     apart = translate.can_split_pages(cache.vllm_config, cache.kv_cache_config, cache.kv_caches)
+    if pages_per_block > 1 and not apart:
+        raise Incompatible("the tokens of a block cannot be told apart")
     parallel = cache.vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
     layouts: list[Sequence[HeadUnit]] = []
+    lengths: list[int] = []
     formats = []
     groups = cache.kv_cache_config.kv_cache_groups
     for group, layers, geometry in zip(groups, pages, cache.geometry.groups, strict=True):
@@ -188,8 +212,10 @@ def _units(cache: _Cache) -> tuple[list[Sequence[HeadUnit]], list[list[Any]]]:
         page = 1 if apart else layers[0].tokens
         names = [layer.name for layer in layers]
         rows = handoff_pages.row_bytes(layers)
-        formats.append([group.kv_cache_spec.block_size, total, unit, page, rows, names])
-    return layouts, formats
+        tokens = group.kv_cache_spec.block_size
+        lengths += [tokens * layer.row_bytes for layer in layers]
+        formats.append([tokens // pages_per_block, total, unit, page, rows, names])
+    return layouts, lengths, formats
 
 
 def _layout(cache: _Cache) -> list[Any]:

@@ -20,6 +20,7 @@ from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.engines.vllm.translate import is_of_tokens
+from kvconnect.errors import ConfigError
 from kvconnect.offload.hint_plan import Block
 from kvconnect.offload.jobs import SettledJob
 from kvconnect.offload.planner import OffloadPlan
@@ -32,9 +33,12 @@ from kvconnect.tiers import (
     TierLimits,
     TierPlan,
 )
+from kvconnect.tiers.backends.base import parse_settings
 from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
 from kvconnect.tiers.messages import RemovalAnswer, TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
+from kvconnect.tiers.peers.pages import pages_per_block
+from kvconnect.tiers.peers.peer_agent import PeerOptions
 from kvconnect.tiers.removals import DroppedBlock, Removals, absent
 from kvconnect.types import Tier
 
@@ -83,7 +87,7 @@ class TierScheduler:
         groups = host.groups
         decides = config.tiers.load_when == "faster"
         self._cost = CostModel(groups[0].block_tokens) if decides else None
-        self._names = BlockNames(groups, adapters)
+        self._names = BlockNames(groups, adapters, shared_pages(config, groups))
         self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks being stored, by (group, hash)
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._ended = 0.0  # when the last step ended
@@ -130,6 +134,7 @@ class TierScheduler:
             wanted = self._names.wanted(request, hashes, (0, 0))
             blocks = [(group, hashes[group][block]) for group, block in new]
             self._keys.update((block, wanted.key(*block)) for block in blocks)
+            self._offers.name(wanted.page_keys(blocks))
 
     def settled(self, settled: SettledJob) -> None:
         """Tell the plan which blocks a finished job stored in the host tier."""
@@ -163,6 +168,7 @@ class TierScheduler:
             for block, key in keys.items() if self._writes else ():
                 self.plan.write_backs.demoted(*block, key)
             return False
+        self._offers.name(wanted.page_keys(blocks))
         self._offers.drop(set(keys.values()))
         if self._writes:
             index = self._host.index
@@ -261,28 +267,49 @@ def named_by_tokens(groups: Sequence[CacheGroup]) -> bool:
     return len(groups) == 1 and groups[0].is_full
 
 
-class BlockNames:
-    """Names of the blocks of live requests. Owned by the scheduler's thread."""
+def shared_pages(config: Config, groups: Sequence[CacheGroup]) -> int:
+    """Return in how many pages peers read a block.
 
-    def __init__(self, groups: Sequence[CacheGroup], adapters: Adapters) -> None:
+    Raises:
+        ConfigError: ``page_tokens`` does not divide the block, or its parts have no names.
+    """
+    if not config.tiers.cache_peers:
+        return 1
+    asked = parse_settings(PeerOptions, config.tiers.cache_peers, ("serve_rate",)).page_tokens
+    if asked and not named_by_tokens(groups):
+        fix = "remove it: only blocks of one full-attention group can be shared by pages"
+        raise ConfigError("page_tokens", asked, fix)
+    return pages_per_block(asked, groups[0].block_tokens)
+
+
+class BlockNames:
+    """Names of the blocks of live requests, and of the ``pages`` pages of each block if there are
+    several. Owned by the scheduler's thread."""
+
+    def __init__(self, groups: Sequence[CacheGroup], adapters: Adapters, pages: int = 1) -> None:
         self._adapters = adapters
         self._tokens = groups[0].block_tokens if named_by_tokens(groups) else 0
+        self._pages = pages
         self._prefixes: dict[str, bytes] = {}
         self._names: dict[str, dict[bytes, bytes]] = {}
+        self._page_names: dict[str, dict[bytes, Sequence[bytes]]] = {}
         self._generation = b""
 
     def wanted(
         self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
     ) -> LookupRequest:
         """Return the lookup of a request's tokens [start, end)."""
-        return LookupRequest(
-            hashes, *tokens, self._prefix(request), self._chain(request, hashes[0])
-        )
+        names = self._chain(request, hashes[0])
+        wanted = LookupRequest(hashes, *tokens, self._prefix(request), names)
+        if self._pages == 1:
+            return wanted
+        return wanted._replace(page_names=self._page_names.get(request.request_id, {}))
 
     def forget(self, req_id: str) -> None:
         """Drop the names of a finished request."""
         self._prefixes.pop(req_id, None)
         self._names.pop(req_id, None)
+        self._page_names.pop(req_id, None)
 
     def reset(self, generation: bytes) -> None:
         """Use another ``generation`` of weights in all keys from now on."""
@@ -309,7 +336,14 @@ class BlockNames:
             if done and hashes[done - 1] not in known:  # the tokens have changed
                 known.clear()
                 done = 0
-            parent = known[hashes[done - 1]] if done else seed_of(request.cache_salt or "")
+            seed = seed_of(request.cache_salt or "")
+            parent = known[hashes[done - 1]] if done else seed
             tokens = request.all_token_ids[done * self._tokens : len(hashes) * self._tokens]
             known.update(zip(hashes[done:], page_names(tokens, self._tokens, parent), strict=True))
+            if self._pages > 1:
+                pages = self._page_names.setdefault(request.request_id, {})
+                parent = pages[hashes[done - 1]][-1] if done else seed
+                names = page_names(tokens, self._tokens // self._pages, parent)
+                blocks = zip(*[iter(names)] * self._pages, strict=True)
+                pages.update(zip(hashes[done:], blocks, strict=True))
         return known

@@ -100,4 +100,4 @@ class Questions:
 
     def _covers(self, peers: set[PeerId], group: int) -> bool:
         there = {unit for source in self._sources.of(peers) for unit in source.units[group]}
-        return WHOLE in there or there.issuperset(self._sources.groups[group].parts)
+        return WHOLE in there or there.issuperset(self._sources.groups[group][0].parts)

@@ -27,19 +27,22 @@ _WITH_PAGES = (FetchOutcome.SENT, FetchOutcome.OVERWRITTEN)
 
 
 class Wanted(NamedTuple):
-    """A block to read, the slot for it, and who has it."""
+    """A page to read, the slot for its block, who has it, and its number in the block."""
 
     key: bytes
     slot: int
     holders: Holders
+    page: int = 0
 
 
 @dataclass(eq=False)
 class _OpenRead:
-    """Units of some blocks from one source. It has ended when no page can arrive any more."""
+    """Units of some blocks from one source. It has ended when no page can arrive any more.
+    ``page``: the part of their slots."""
 
     source: CacheSource
     number: int
+    page: int
     units: Sequence[int]
     places: Sequence[int]  # of the blocks in the caller's list
     arrived: int = 0  # wire blocks
@@ -73,7 +76,7 @@ class Reads:
         self._wait_s = wait_s
         self._clock = clock
         self._open: dict[int, _OpenRead] = {}
-        self._units: dict[tuple[int, tuple[int, ...]], list[Unit]] = {}
+        self._units: dict[tuple[int, int, tuple[int, ...]], list[Unit]] = {}
 
     def read(self, group: int, wanted: Sequence[Wanted]) -> list[BlockOutcome]:
         """Read blocks of one group. Block until nothing writes into the slots any more; usually no
@@ -134,19 +137,21 @@ class Reads:
         self, group: int, wanted: Sequence[Wanted], outcomes: list[BlockOutcome]
     ) -> Iterator[_OpenRead]:
         """Yield the reads, and note blocks that nobody has as ABSENT."""
-        by_holders: dict[Holders, list[int]] = defaultdict(list)
+        by_holders: dict[tuple[Holders, int], list[int]] = defaultdict(list)
         for place, block in enumerate(wanted):
-            by_holders[block.holders].append(place)
-        for holders, places in by_holders.items():
+            by_holders[block.holders, block.page].append(place)
+        step = len(self._sources.groups[group])
+        for (holders, page), places in by_holders.items():
             givers = self._givers(group, holders)
             if not givers:
                 for place in places:
                     outcomes[place] = BlockOutcome.ABSENT
             for source, units in givers.items():
+                ordered = _in_its_order(places, step, source.pages[group])
                 for start in range(0, len(places), MAX_FETCHED):
-                    some = places[start : start + MAX_FETCHED]
+                    some = ordered[start : start + MAX_FETCHED]
                     source.reading += len(some)
-                    yield _OpenRead(source, next(self._sources.numbers), tuple(units), some)
+                    yield _OpenRead(source, next(self._sources.numbers), page, tuple(units), some)
 
     def _givers(self, group: int, holders: Holders) -> dict[CacheSource, list[int]]:
         """Return the units that each source gives, the least busy one first; empty if nobody has
@@ -156,7 +161,7 @@ class Reads:
             if WHOLE in source.units[group]:
                 return {source: [WHOLE]}
         givers: dict[CacheSource, list[int]] = defaultdict(list)
-        for unit in self._sources.groups[group].parts:
+        for unit in self._sources.groups[group][0].parts:
             giver = next((source for source in sources if unit in source.units[group]), None)
             if giver is None:
                 return {}
@@ -164,7 +169,7 @@ class Reads:
         return givers
 
     def _start(self, group: int, read: _OpenRead, blocks: Sequence[Wanted]) -> None:
-        units = self._units_of(group, tuple(read.units))
+        units = self._units_of(group, read.page, tuple(read.units))
         slots = array("q", [block.slot for block in blocks])
         peer, path = read.source.peer, read.source.path
         spans = [(0, slots)] * len(units)
@@ -172,13 +177,13 @@ class Reads:
         keys = [block.key for block in blocks]
         self._sources.say(peer, Fetch(read.number, group, list(read.units), keys))
 
-    def _units_of(self, group: int, numbers: tuple[int, ...]) -> list[Unit]:
+    def _units_of(self, group: int, page: int, numbers: tuple[int, ...]) -> list[Unit]:
         """Return the units of a read; the same list each time, which NIXL tells a source once."""
-        found = self._units.get((group, numbers))
+        found = self._units.get((group, page, numbers))
         if found is None:
-            units = self._sources.groups[group]
+            units = self._sources.groups[group][page]
             found = [unit for number in numbers if (unit := units.get(number)) is not None]
-            self._units[group, numbers] = found
+            self._units[group, page, numbers] = found
         return found
 
     def _wait(self, reads: Sequence[_OpenRead]) -> None:
@@ -203,3 +208,12 @@ class Reads:
 
     def _have_ended(self, reads: Sequence[_OpenRead]) -> bool:
         return self._sources.closed or all(read.ended for read in reads)
+
+
+def _in_its_order(places: Sequence[int], step: int, pages: int) -> Sequence[int]:
+    """Return places with those first that are the same page of the source's blocks, which has
+    ``pages`` in each: it sends them in one go. They are ``step`` pages from one another here."""
+    if step % pages == 0:
+        return places
+    order = sorted(range(len(places)), key=lambda number: number * step % pages)
+    return [places[number] for number in order]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvconnect import threads
-from kvconnect.cache.head_shards import HeadUnit
+from kvconnect.cache.head_shards import HeadUnit, merged
 from kvconnect.config import Config, listen_address
 from kvconnect.errors import ConfigError, KVConnectError, ProtocolError, contained
 from kvconnect.offload.host_arena import HostArena
@@ -77,18 +77,25 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
             ``off``: it serves none.
         ask_s: seconds that a request waits for answers.
         serve_rate: limit of one worker's sending, in bytes per second. ``0``: no limit.
+        page_tokens: tokens of a page, the unit in which engines with different block sizes share
+            blocks: the same number for all of them, which divides each block size. ``0``: the block
+            size.
     """
 
     ask: tuple[str, ...] = ()
     listen: str = "off"
     ask_s: float = 0.05
     serve_rate: int = 0
+    page_tokens: int = 0
 
     def __post_init__(self) -> None:
         listen_address(self.listen)
         self.addresses()
         if not 0 < self.ask_s <= 10:
             raise ConfigError("ask_s", self.ask_s, "use seconds, at most 10")
+        if self.page_tokens < 0:
+            fix = "use a number of tokens that divides the block size, or 0"
+            raise ConfigError("page_tokens", self.page_tokens, fix)
         if not self.ask and self.listen == "off":
             raise ConfigError("cache_peers", {}, "set ask, listen or both")
 
@@ -145,11 +152,11 @@ class _Connection:
 
 
 class SharedBlocks(NamedTuple):
-    """What a worker shares: the host tier, per KV-cache group the units of a block in a slot, the
-    fingerprint of the units' format, and that of a slot's layout."""
+    """What a worker shares: the host tier, per KV-cache group the units of each page of a block in
+    a slot, the fingerprint of the units' format, and that of a slot's layout."""
 
     host: HostArena
-    layouts: Sequence[Sequence[HeadUnit]]
+    layouts: Sequence[Sequence[Sequence[HeadUnit]]]
     fingerprint: bytes
     layout: bytes
 
@@ -186,13 +193,19 @@ class PeerAgent:
         nixl: bool = False,
     ) -> None:
         host = blocks.host
-        groups = [_transport_units(layout, host.slot_bytes) for layout in blocks.layouts]
-        sizes = [{n: unit.block_bytes for n, unit in group.parts.items()} for group in groups]
+        groups = [
+            [_transport_units(page, host.slot_bytes) for page in pages] for pages in blocks.layouts
+        ]
+        sizes = [{n: unit.block_bytes for n, unit in pages[0].parts.items()} for pages in groups]
         clock = time.monotonic
         self._transport = transport
         self._nixl = nixl
         self._hello = CacheHello(
-            engine=os.urandom(16), format=blocks.fingerprint, layout=blocks.layout, groups=sizes
+            engine=os.urandom(16),
+            format=blocks.fingerprint,
+            layout=blocks.layout,
+            groups=sizes,
+            pages=[len(pages) for pages in groups],
         )
         self._meter = StoreMeter()
         sources = CacheSources(transport, groups)
@@ -356,13 +369,13 @@ def _listen(transport: Transport, setting: str, number: int) -> tuple[str, int] 
     return found
 
 
-def _transport_units(layout: Sequence[HeadUnit], slot_bytes: int) -> GroupUnits:
-    """Return the units of a block, with their places in slots."""
+def _transport_units(page: Sequence[HeadUnit], slot_bytes: int) -> GroupUnits:
+    """Return the units of a page, with their places in slots."""
 
     def unit(runs: Iterable[tuple[int, int]], nbytes: int) -> Unit:
         numbers = [number for start, length in runs for number in (start, slot_bytes, length)]
         return Unit(array("q", numbers), 1, nbytes)
 
-    nbytes = sum(part.nbytes for part in layout)
-    parts = {part.number: unit(part.runs, part.nbytes) for part in layout}
-    return GroupUnits(parts, unit([(0, nbytes)], nbytes))
+    parts = {part.number: unit(part.runs, part.nbytes) for part in page}
+    whole = merged(sorted(run for part in page for run in part.runs))
+    return GroupUnits(parts, unit(whole, sum(part.nbytes for part in page)))

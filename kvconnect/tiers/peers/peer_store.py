@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 from kvconnect.bounded import remember
 from kvconnect.cache.keys import group_of
@@ -23,6 +24,7 @@ from kvconnect.tiers.backends.base import (
 )
 from kvconnect.tiers.peers.asking import Holders
 from kvconnect.tiers.peers.fetching import Wanted
+from kvconnect.tiers.peers.pages import PageKeys
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
 from kvconnect.tiers.peers.served import ServedBlocks
 from kvconnect.types import TransferType
@@ -33,17 +35,21 @@ _MOST_REMEMBERED = 1 << 16
 class PeerStore(Store):
     """Blocks that other engines have. Buffers of ``get`` must be slots of the host tier.
 
-    A block is there if some peers together have all of this worker's units of it. ``put`` and
-    ``remove`` do nothing: what an engine keeps is its own business.
+    A block is there if, of each of its pages, some peers together have all of this worker's units.
+    ``put`` and ``remove`` do nothing: what an engine keeps is its own business.
+
+    Attributes:
+        page_keys: by which keys peers know the pages of blocks.
     """
 
     def __init__(self, agent: PeerAgent, blocks: SharedBlocks) -> None:
         self._agent = agent
         self._host = blocks.host
-        self._sizes = [sum(unit.nbytes for unit in group) for group in blocks.layouts]
+        self._sizes = [sum(unit.nbytes for unit in chain(*pages)) for pages in blocks.layouts]
+        self.page_keys = PageKeys([len(pages) for pages in blocks.layouts])
         self._meter = StoreMeter()
         self._lock = threading.Lock()
-        self._holders: dict[bytes, Holders] = {}  # of blocks that were looked up
+        self._holders: dict[bytes, Holders] = {}  # of pages that were looked up
 
     @property
     def served(self) -> ServedBlocks:
@@ -70,7 +76,7 @@ class PeerStore(Store):
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
         started = time.perf_counter()
-        unknown = [key for key in keys if key not in self._holders]
+        unknown = [key for key in keys if not self._holders.keys() >= set(self.page_keys.of(key))]
         if unknown:
             self.exists(unknown)
         by_group: dict[int, list[int]] = defaultdict(list)
@@ -79,13 +85,12 @@ class PeerStore(Store):
             if buffers[place].nbytes == self.block_bytes(key):
                 by_group[group_of(key)].append(place)
         for group, places in by_group.items():
-            with self._lock:
-                holders = [self._holders.pop(keys[place], frozenset()) for place in places]
-            slots = [self._slot(buffers[place]) for place in places]
-            some = [keys[place] for place in places]
-            found = self._agent.reader.reads.read(group, list(map(Wanted, some, slots, holders)))
-            for place, outcome in zip(places, found, strict=True):
-                outcomes[place] = outcome
+            blocks = [self._wanted(keys[place], self._slot(buffers[place])) for place in places]
+            found = iter(self._agent.reader.reads.read(group, list(chain(*blocks))))
+            for place, block in zip(places, blocks, strict=True):
+                read = [next(found) for _ in block] or [BlockOutcome.ABSENT]
+                failed = (outcome for outcome in read if outcome is not BlockOutcome.OK)
+                outcomes[place] = next(failed, BlockOutcome.OK)
         good = zip(outcomes, buffers, strict=True)
         nbytes = sum(buffer.nbytes for outcome, buffer in good if outcome is BlockOutcome.OK)
         self._meter.moved(TransferType.PEER_TO_CPU, nbytes, time.perf_counter() - started)
@@ -99,14 +104,19 @@ class PeerStore(Store):
         """Return the lengths of blocks as :meth:`exists`. Only the workers at ``source`` are asked,
         if it is given; else those of the configuration."""
         check_keys(keys)
-        known = [key for key in keys if self.block_bytes(key)]
+        pages = [self.page_keys.of(key) if self.block_bytes(key) else () for key in keys]
+        known = list(dict.fromkeys(chain(*pages)))
         found = self._agent.find(known, [group_of(key) for key in known], source)
         holders = dict(zip(known, found, strict=True))
         with self._lock:
             for key, peers in holders.items():
                 if peers:
                     remember(self._holders, key, peers, _MOST_REMEMBERED)
-        return [self.block_bytes(key) if holders.get(key) else 0 for key in keys]
+        blocks = zip(keys, pages, strict=True)
+        return [
+            self.block_bytes(key) if names and all(holders[name] for name in names) else 0
+            for key, names in blocks
+        ]
 
     def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
@@ -124,6 +134,15 @@ class PeerStore(Store):
 
     def close(self) -> None:
         self._agent.close()
+
+    def _wanted(self, key: bytes, slot: int) -> list[Wanted]:
+        """Return the pages of a block to read into a slot; none if one of them is nowhere."""
+        names = self.page_keys.of(key)
+        with self._lock:
+            holders = [self._holders.pop(name, frozenset()) for name in names]
+        pages = zip(names, holders, strict=True)
+        wanted = [Wanted(name, slot, peers, page) for page, (name, peers) in enumerate(pages)]
+        return wanted if all(holders) else []
 
     def _slot(self, buffer: memoryview) -> int:
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -44,8 +44,8 @@ _BURST_S = 1.0  # of a limited rate
 
 
 class GroupUnits(NamedTuple):
-    """A group's units, each with its place in a slot: ``parts`` of a block by number, and all of
-    it."""
+    """The units of one page of a group's blocks, each with its place in a slot: ``parts`` by
+    number, and all of the page. Most blocks are one page."""
 
     parts: Mapping[int, Unit]
     whole: Unit
@@ -94,8 +94,8 @@ class SendLimit:
 class Serving:
     """The source's side of all connections. For one thread.
 
-    ``groups``: per group, the units of this worker's blocks. ``meter`` gets the bytes sent and the
-    blocks refused.
+    ``groups``: per group, the units of each page of this worker's blocks. ``meter`` gets the bytes
+    sent and the blocks refused.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Serving:
         transport: Transport,
         served: ServedBlocks,
         host: HostArena,
-        groups: Sequence[GroupUnits],
+        groups: Sequence[Sequence[GroupUnits]],
         limit: SendLimit,
         meter: StoreMeter,
     ) -> None:
@@ -154,12 +154,14 @@ class Serving:
         if fetch.group >= len(self._groups):
             raise ProtocolError(f"there is no group {fetch.group} here")
         group = self._groups[fetch.group]
-        units = [unit for number in fetch.units if (unit := group.get(number)) is not None]
-        if len(units) < len(fetch.units):
+        units = [
+            [unit for number in fetch.units if (unit := page.get(number)) is not None]
+            for page in group
+        ]
+        if len(units[0]) < len(fetch.units):
             raise ProtocolError(f"some of the units {fetch.units} are not kept here")
-        size = sum(unit.block_bytes for unit in units)
-        nbytes = group.whole.block_bytes
-        blocks = [self._intact(self.served.find(key), nbytes) for key in fetch.keys]
+        size = sum(unit.block_bytes for unit in units[0])
+        blocks = self._intact([self.served.find(key) for key in fetch.keys], group)
         count = sum(block is not None for block in blocks)
         nbytes = count * size
         if not count or not self._limit.admit(nbytes):
@@ -170,23 +172,29 @@ class Serving:
         runs = list(_runs(blocks))
         sending = _Sending(blocks, nbytes, len(runs) * len(fetch.units))
         self._sending[peer, fetch.fetch] = sending
-        for first, slots in runs:
-            for place, unit in enumerate(units):
+        for first, page, slots in runs:
+            for place, unit in enumerate(units[page]):
                 order = OutgoingPages(peer, fetch.fetch, place, unit, first, slots)
                 self._transport.submit(order)
 
-    def _intact(self, block: ServedBlock | None, nbytes: int) -> ServedBlock | None:
-        """Return a block unless its bytes do not match their digest."""
-        if block is None:
-            return None
+    def _intact(
+        self, blocks: Sequence[ServedBlock | None], group: Sequence[GroupUnits]
+    ) -> list[ServedBlock | None]:
+        """Return blocks, None for those in slots whose bytes do not match their digest."""
+        nbytes = sum(page.whole.block_bytes for page in group)
+        slots = {block.slot: block for block in blocks if block is not None}
+        bad = {slot for slot, block in slots.items() if not self._is_intact(block, nbytes)}
+        return [None if block is None or block.slot in bad else block for block in blocks]
+
+    def _is_intact(self, block: ServedBlock, nbytes: int) -> bool:
         try:
             self._host.verify(block.slot, nbytes)
         except KVConnectError as error:  # corrupt, or without the digest that it must have
             if self.served.is_current(block):  # else it is being overwritten
                 logger.error("%s; the block is not served", error)
                 self.served.withdraw([block.slot])
-            return None
-        return block
+            return False
+        return True
 
     def _outcome(self, block: ServedBlock | None) -> FetchOutcome:
         if block is None:
@@ -203,10 +211,12 @@ class Serving:
         self._transport.submit(PeerMessage(peer, encode(message)))
 
 
-def _runs(blocks: Sequence[ServedBlock | None]) -> Iterator[tuple[int, array[int]]]:
-    """Yield (first wire block, slots) of each run of blocks that are there."""
+def _runs(blocks: Sequence[ServedBlock | None]) -> Iterator[tuple[int, int, array[int]]]:
+    """Yield (first wire block, page, slots) of each run of blocks that are there and are the same
+    page of their slots."""
     numbered = enumerate(blocks)
-    for there, run in groupby(numbered, key=lambda item: item[1] is not None):
-        if there:
+    for page, run in groupby(numbered, key=lambda item: item[1] and item[1].page):
+        if page is not None:
             pairs = list(run)
-            yield pairs[0][0], array("q", [block.slot for _, block in pairs if block is not None])
+            slots = array("q", [block.slot for _, block in pairs if block is not None])
+            yield pairs[0][0], page, slots

@@ -22,11 +22,12 @@ _LONGEST_PAUSE_S = 30.0
 @dataclass(eq=False)
 class CacheSource:
     """One worker. ``units``: those that it has, per group: ``WHOLE`` alone if its slots are like
-    this worker's. ``reading``: blocks read from it now."""
+    this worker's. ``pages``: of its blocks, per group. ``reading``: blocks read from it now."""
 
     peer: PeerId
     path: str
     units: Sequence[frozenset[int]]
+    pages: Sequence[int]
     breaker: CircuitBreaker
     reading: int = 0
 
@@ -34,11 +35,11 @@ class CacheSource:
 class CacheSources:
     """The workers that can be asked, and what questions and reads share.
 
-    ``groups``: per group, the units of this worker's blocks. The table belongs to ``changed``,
+    ``groups``: per group, the units of each page of a block. The table belongs to ``changed``,
     which is notified when a question or a read goes on. Thread-safe.
     """
 
-    def __init__(self, transport: Transport, groups: Sequence[GroupUnits]) -> None:
+    def __init__(self, transport: Transport, groups: Sequence[Sequence[GroupUnits]]) -> None:
         self.transport = transport
         self.groups = groups
         self.changed = threading.Condition()
@@ -55,16 +56,17 @@ class CacheSources:
         Raises:
             ProtocolError: its groups or units are others.
         """
-        if len(hello.groups) != len(self.groups):
+        if not len(hello.groups) == len(hello.pages or hello.groups) == len(self.groups):
             raise ProtocolError(f"{len(hello.groups)} groups there, {len(self.groups)} here")
         for mine, theirs in zip(self.groups, hello.groups, strict=True):
-            for number, unit in mine.parts.items():
+            for number, unit in mine[0].parts.items():
                 if theirs.get(number, unit.block_bytes) != unit.block_bytes:
                     raise ProtocolError(f"unit {number} has {theirs[number]} bytes there")
         units = [frozenset({WHOLE} if same_layout else group) for group in hello.groups]
+        pages = hello.pages or [1] * len(units)
         breaker = CircuitBreaker(LATE_ANSWERS, _LONGEST_PAUSE_S)
         with self.changed:
-            self._sources[peer] = CacheSource(peer, path, units, breaker)
+            self._sources[peer] = CacheSource(peer, path, units, pages, breaker)
 
     def remove(self, peer: PeerId) -> None:
         """Remove a worker, if it is there."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvconnect.cache.head_shards import unit_heads, units
+from kvconnect.cache.head_shards import page_units, unit_heads, units
 from kvconnect.cache.layout import ByteRun, GroupGeometry
 from kvconnect.cache.record_format import parts
 from kvconnect.errors import Incompatible, Misuse
@@ -133,6 +133,45 @@ def test_rows_in_parts_are_the_rows_of_others(heads: tuple[int, int]) -> None:
     )
     assert [read(slot, unit) for unit in turned] == content
     assert [read(slot, unit) for unit in wanted] != content
+
+
+# Pages of a block ------------------------------------------------------------------------------
+
+
+@given(MODELS, LAYOUTS, st.sampled_from([1, 2, 4]))
+def test_pages_are_blocks_of_fewer_tokens(model: Model, layout: Layout, tp: int) -> None:
+    """Whatever the layout; without pages, the block is unchanged."""
+    assume(can_share(model, tp))
+    whole = model.block(4)
+    for rank in ranks(model, layout, tp):
+        slot, block, layers = rank.slot(whole), rank.units(), rank.layers()
+        lengths = [layer.row_bytes * model.tokens for layer in layers]
+        assert page_units(block, lengths, 1) == (block,)
+        found = page_units(block, lengths, 2)
+        step = unit_heads(model.heads, rank.heads[1] - rank.heads[0])
+        for page, tokens in zip(found, whole.chunk(2, dim=3), strict=True):
+            for unit in page:
+                heads = range(unit.number * step, unit.number * step + step)
+                assert read(slot, unit) == expected(tokens, heads)
+        touched = [n for page in found for unit in page for at, size in unit.runs
+                   for n in range(at, at + size)]  # fmt: skip
+        assert sorted(touched) == list(range(len(slot)))
+
+
+def test_the_comparison_sees_another_page() -> None:
+    """Negative control."""
+    whole, rank = MODEL.block(5), Rank(MODEL, PLAIN, (0, 8))
+    first, second = page_units(rank.units(), [4 * 3] * 4, 2)
+    tokens = whole.chunk(2, dim=3)
+    assert read(rank.slot(whole), first[3]) == expected(tokens[0], [3])
+    assert read(rank.slot(whole), second[3]) != expected(tokens[0], [3])
+
+
+def test_pages_that_cannot_be_cut() -> None:
+    block = Rank(MODEL, PLAIN, (0, 8)).units()
+    for lengths, pages in (([4 * 3] * 4, 5), ([4 * 3] * 5, 2)):
+        with pytest.raises(Misuse):
+            page_units(block, lengths, pages)
 
 
 # Pages that are opaque inside a head ------------------------------------------------------------

@@ -36,7 +36,7 @@ class Workers:
     def start(self, form: bytes = b"a format") -> str:
         host = HostArena(1, mmap.PAGESIZE, "off")
         self._stack.callback(host.close)
-        units = [(HeadUnit(0, ((0, mmap.PAGESIZE),)),)]
+        units = [[(HeadUnit(0, ((0, mmap.PAGESIZE),)),)]]
         peers = {"listen": "127.0.0.1:0"}
         config = Config().replace(cache_peers=peers, key_file=self.key_file)
         agent = start_agent(config, SharedBlocks(host, units, form, b"layout"), 0)

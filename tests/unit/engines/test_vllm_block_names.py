@@ -6,13 +6,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vllm.lora.request import LoRARequest
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key, seed_of
 from kvconnect.cache.record_format import page_names
+from kvconnect.config import Config
 from kvconnect.engines.vllm.adapters import Adapters
-from kvconnect.engines.vllm.tiers import BlockNames, named_by_tokens
+from kvconnect.engines.vllm.tiers import BlockNames, named_by_tokens, shared_pages
+from kvconnect.errors import ConfigError
 
 SIZE = 4
 FULL = (CacheGroup(SIZE),)
@@ -49,6 +52,46 @@ def test_blocks_go_by_their_tokens_as_the_request_grows() -> None:
     assert keys(names, request(tokens)) == found
     assert keys(names, request([1, *tokens[1:]])) != found, "it has other tokens now"
     assert keys(names, request(tokens)) == found
+
+
+def test_pages_of_blocks_are_the_blocks_of_other_engines() -> None:
+    """As the request grows, and when its tokens change; images have no pages."""
+    tokens = list(range(10, 26))
+    for salt in ("", "a"):
+        names = BlockNames(FULL, Adapters(), 2)
+        for start, length in (([], 5), ([], 6), ([], 8), ([1], 12), ([1], 14), ([1, 2], 16)):
+            now = [*start, *tokens[len(start) : length]]
+            asked = request(now, cache_salt=salt)
+            hashes = hashes_of(now, salt)
+            wanted = names.wanted(asked, [hashes], (0, length))
+            found = dict(wanted.page_keys((0, it) for it in hashes))
+            assert list(found) == [wanted.key(0, it) for it in hashes]
+            ends = [b"%d" % end for end in range(2, length + 1, 2)]
+            small = BlockNames((CacheGroup(2),), Adapters()).wanted(asked, [ends], (0, length))
+            theirs = [small.key(0, end) for end in ends]
+            pages = zip(theirs[::2], theirs[1::2], strict=False)
+            assert list(found.values()) == list(pages)
+        names.forget("r")
+        assert not names._page_names
+        images = names.wanted(request(tokens, mm_features=["an image"]), [[b"h"]], (0, 4))
+        assert not dict(images.page_keys([(0, b"h")]))
+    one = BlockNames(FULL, Adapters())  # control: blocks that are one page
+    hashes = hashes_of(tokens)
+    assert not one.wanted(request(tokens), [hashes], (0, 4)).page_names and not one._page_names
+
+
+def test_page_sizes_that_cannot_be_used() -> None:
+    def pages(tokens: int, *groups: CacheGroup) -> int:
+        asked = {"ask": ["10.0.0.1:1"], "page_tokens": tokens}
+        return shared_pages(Config().replace(cache_peers=asked), groups)
+
+    assert [pages(tokens, *FULL) for tokens in (0, 1, 2, 4)] == [1, 4, 2, 1]
+    several = (CacheGroup(SIZE), CacheGroup(SIZE, window=8))
+    assert pages(0, *several) == 1
+    for tokens, groups in ((3, FULL), (8, FULL), (2, several), (4, several)):
+        with pytest.raises(ConfigError, match=f"page_tokens={tokens} "):
+            pages(tokens, *groups)
+    assert shared_pages(Config(), FULL) == 1
 
 
 def test_images_and_several_kinds_of_attention_go_by_vllms_hashes() -> None:

@@ -6,8 +6,7 @@ import socket
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.cache.head_shards import HeadUnit
-from kvconnect.cache.keys import block_key
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.errors import ConfigError, Misuse, ProtocolError
 from kvconnect.offload.eviction import make_policy
@@ -37,7 +35,7 @@ from kvconnect.protocol.cache_messages import (
 )
 from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers import SHARED, Promoted
+from kvconnect.tiers import Promoted
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.messages import (
@@ -52,8 +50,7 @@ from kvconnect.tiers.peers import dialling
 from kvconnect.tiers.peers.asking import Questions
 from kvconnect.tiers.peers.dialling import IDLE_S, MOST_NAMED, Dialler
 from kvconnect.tiers.peers.fetching import Reads, Wanted
-from kvconnect.tiers.peers.peer_agent import PeerAgent, PeerOptions, SharedBlocks
-from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.peer_agent import PeerOptions
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import MOST_BYTES, GroupUnits, SendLimit, Serving
 from kvconnect.tiers.peers.sources import LATE_ANSWERS, CacheSources
@@ -74,103 +71,28 @@ from kvconnect.transport.base import (
 )
 from kvconnect.types import JobId, Tier
 from tests.servers import free_port
-
-xxhash = pytest.importorskip("xxhash")
-
-BLOCK = 8192
-HALF = BLOCK // 2
-SLOTS = 8
-WAIT_S = 30.0
-FORMAT = b"format"
-WHOLE = [[HeadUnit(0, ((0, HALF),)), HeadUnit(1, ((HALF, HALF),))]]
-"""One rank has both heads."""
-SWAPPED = [[HeadUnit(0, ((HALF, HALF),)), HeadUnit(1, ((0, HALF),))]]
-"""The same heads, in another order in the slot."""
-LEFT, RIGHT = [[HeadUnit(0, ((0, HALF),))]], [[HeadUnit(1, ((0, HALF),))]]
-"""Two ranks have one head each."""
+from tests.unit.tiers.peer_engines import (
+    BLOCK,
+    FORMAT,
+    HALF,
+    LEFT,
+    RIGHT,
+    SLOTS,
+    SWAPPED,
+    WAIT_S,
+    WHOLE,
+    Engine,
+    content,
+    engines,
+    key,
+    until,
+)
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine must not decide whether a named source is connected to in time."""
     monkeypatch.setattr(dialling, "GREET_S", WAIT_S)
-
-
-def key(number: int) -> bytes:
-    return block_key(SHARED, 0, b"hash %d" % number)
-
-
-def content(number: int) -> bytes:
-    return bytes((number * 31 + i * 7) % 251 for i in range(BLOCK))
-
-
-class Engine:
-    """A worker's host tier, its agent and its tier of peers."""
-
-    def __init__(
-        self,
-        ask: Sequence[str] = (),
-        layouts: Sequence[Sequence[HeadUnit]] = WHOLE,
-        name: bytes = FORMAT,
-        transport: str = "tcp",
-        key: bytes = b"k" * 16,
-        **settings: object,
-    ) -> None:
-        nbytes = sum(unit.nbytes for unit in layouts[0])
-        self.host = HostArena(SLOTS, nbytes, "full")
-        blocks = SharedBlocks(
-            self.host, layouts, name, xxhash.xxh3_128_digest(repr(layouts).encode())
-        )
-        options = {"ask": list(ask), "listen": "127.0.0.1:0", "ask_s": 10.0, **settings}
-        connection = ConnectionOptions(dead_after_s=WAIT_S, local=True)
-        self.agent = PeerAgent(
-            parse_settings(PeerOptions, options, ()),
-            make_transport(transport, Security(key), connection),
-            blocks,
-            WAIT_S,
-            nixl=transport == "nixl",
-        )
-        self.store = PeerStore(self.agent, blocks)
-
-    @property
-    def where(self) -> str:
-        assert self.agent.address is not None
-        host, port = self.agent.address
-        return f"{host}:{port}"
-
-    def keep(self, number: int, slot: int, data: bytes | None = None) -> None:
-        """Store a block in a slot and offer it."""
-        data = content(number) if data is None else data
-        self.host.view(slot, len(data))[:] = data
-        self.host.seal(slot, len(data))
-        self.agent.served.offer([(key(number), slot)])
-
-    def get(self, numbers: Sequence[int], first_slot: int = 0) -> list[BlockOutcome]:
-        slots = range(first_slot, first_slot + len(numbers))
-        return self.store.get([key(n) for n in numbers], [self.host.view(slot) for slot in slots])
-
-    def sources(self, count: int) -> Engine:
-        """Wait until as many sources can be asked."""
-        until(lambda: len(self.agent.reader.sources) == count)
-        return self
-
-
-def until(fact: Callable[[], bool]) -> None:
-    end = time.monotonic() + WAIT_S
-    while not fact():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.005)
-
-
-@contextmanager
-def engines(*made: Callable[[], Engine]) -> Iterator[list[Engine]]:
-    with ExitStack() as stack:
-        found = []
-        for make in made:
-            engine = make()
-            stack.callback(engine.store.close)
-            found.append(engine)
-        yield found
 
 
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
@@ -234,7 +156,7 @@ def test_ranks_read_one_another_s_heads() -> None:
 
 def test_engines_with_other_blocks_share_nothing() -> None:
     """Another model, another size of a unit, another number of groups."""
-    large = [[HeadUnit(0, ((0, BLOCK),)), HeadUnit(1, ((BLOCK, HALF),))]]
+    large = [[[HeadUnit(0, ((0, BLOCK),)), HeadUnit(1, ((BLOCK, HALF),))]]]
     with engines(Engine) as [source]:
         source.keep(1, slot=0)
         with engines(
@@ -529,7 +451,7 @@ PEER, OTHER_PEER = PeerId(1), PeerId(2)
 UNITS = {number: Unit(array("q", [number * HALF, BLOCK, HALF]), 1, HALF) for number in (0, 1)}
 
 
-GROUP = GroupUnits(UNITS, Unit(array("q", [0, BLOCK, BLOCK]), 1, BLOCK))
+GROUP = [GroupUnits(UNITS, Unit(array("q", [0, BLOCK, BLOCK]), 1, BLOCK))]
 
 
 class Source:
