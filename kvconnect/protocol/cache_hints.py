@@ -46,7 +46,6 @@ class IgnoredHint(str, Enum):
     UNKNOWN = "unknown"
     INVALID = "invalid"
     CONFLICT = "conflict"
-    SOURCE = "source"  # a share ticket that is not valid
 
 
 @dataclass(frozen=True)

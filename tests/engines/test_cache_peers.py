@@ -150,7 +150,7 @@ def test_a_source_that_the_router_names() -> None:
         told = from_source(reader, next(left), forged)  # control
         assert (told["peer"], told["computed"]) == (0, PROMPT)
         ignored = "vllm:kvconnect_ignored_cache_hints_total"
-        until(lambda: reader.metric(ignored, reason="source") == 1, "the forged ticket counts")
+        until(lambda: reader.metric(ignored, reason="invalid") == 1, "the forged ticket counts")
 
         def read() -> bool:
             told = from_source(reader, next(left), ticket)

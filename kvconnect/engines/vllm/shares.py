@@ -59,7 +59,7 @@ class ShareTickets:
         try:
             named = verify_share(options[SOURCE], (key, *also), time.time())
         except Refused as error:
-            self._stats.count("ignored_cache_hints", label=IgnoredHint.SOURCE.value)
+            self._stats.count("ignored_cache_hints", label=IgnoredHint.INVALID.value)
             level = logging.DEBUG if self._logged else logging.WARNING
             logger.log(level, "request %s: its source is ignored: %s", req_id, error)
             self._logged = True

@@ -148,8 +148,8 @@ CATALOG: tuple[Metric, ...] = (
            "Hints of requests on their cached blocks, of those that were understood.",
            "a request arrives", label=_HINT, absent=(SGLANG,)),
     Metric("ignored_cache_hints", "counter", "hints",
-           "Hints that were ignored: `unknown` name, `invalid` value, in `conflict` with another "
-           "hint of the request, or a `source` whose ticket is not valid.",
+           "Hints that were ignored: `unknown` name, `invalid` value or ticket of a `source`, or "
+           "in `conflict` with another hint of the request.",
            "a request arrives", label=_IGNORED_HINT, absent=(SGLANG,)),
     Metric("cache_hint_blocks", "counter", "blocks",
            "Blocks of prompts with hints, by outcome. `refused_share` and `refused_tenant` exceed "

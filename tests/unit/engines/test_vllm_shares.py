@@ -50,7 +50,7 @@ def source(tickets: ShareTickets, params: Mapping[str, Any]) -> Any:
 
 def ignored(tickets: ShareTickets) -> int:
     counted = tickets._stats.data["counters"].get("ignored_cache_hints", {})
-    return int(counted.get("source", 0))
+    return int(counted.get("invalid", 0))
 
 
 def test_an_engine_s_ticket_has_the_addresses_of_all_its_workers_in_order() -> None:
