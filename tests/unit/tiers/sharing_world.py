@@ -69,8 +69,8 @@ SLOTS, BLOCKS, TOKENS = 4, 3, 4
 """Slots of an engine, blocks of a prompt, tokens of a block."""
 ASK_S, WAIT_S, DEADLINE_S, STALL_S = 0.5, 2.0, 2.0, 3.0
 FIRST_PORT = 7900
-WHOLE = [[HeadUnit(0, ((0, HALF),)), HeadUnit(1, ((HALF, HALF),))]]
-SWAPPED = [[HeadUnit(0, ((HALF, HALF),)), HeadUnit(1, ((0, HALF),))]]
+WHOLE = [[[HeadUnit(0, ((0, HALF),)), HeadUnit(1, ((HALF, HALF),))]]]
+SWAPPED = [[[HeadUnit(0, ((HALF, HALF),)), HeadUnit(1, ((0, HALF),))]]]
 """The same heads, in another order in the slot."""
 
 
@@ -321,7 +321,7 @@ def content(key: bytes) -> bytes:
     return hashlib.shake_128(key).digest(BLOCK)
 
 
-def in_layout(data: bytes, layout: list[list[HeadUnit]]) -> bytes:
+def in_layout(data: bytes, layout: list[list[list[HeadUnit]]]) -> bytes:
     return data if layout is WHOLE else data[HALF:] + data[:HALF]
 
 
@@ -375,7 +375,7 @@ class Asked:
 class Engine:
     """A scheduler with its plan and a worker with its host tier, steps apart."""
 
-    def __init__(self, world: World, place: int, layout: list[list[HeadUnit]]) -> None:
+    def __init__(self, world: World, place: int, layout: list[list[list[HeadUnit]]]) -> None:
         self.world, self.place, self.layout = world, place, layout
         self.born = world.started
         self.alive, self.frozen = True, False
@@ -589,7 +589,7 @@ class World:
     played: ClassVar[World]
 
     def __init__(
-        self, layouts: list[list[list[HeadUnit]]], digest: DigestMode, seen: Counter[str]
+        self, layouts: list[list[list[list[HeadUnit]]]], digest: DigestMode, seen: Counter[str]
     ) -> None:
         World.played = self
         self.digest = digest

@@ -333,7 +333,7 @@ def _stopped_is_ended(self: Reads, reads: Any) -> bool:
 
 
 def _any_block(self: ServedBlocks, key: bytes) -> ServedBlock | None:
-    found = next((slot for known, slot in self._slots.items() if known != key), None)
+    found = next((slot for known, (slot, _) in self._places.items() if known != key), None)
     return None if found is None else ServedBlock(found, self._versions[found])
 
 
