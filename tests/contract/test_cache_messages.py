@@ -98,6 +98,7 @@ OUT_OF_RANGE: list[tuple[CacheMessage, str, list[object]]] = [
     (HELLO, "layout", [b"", bytes(65), "l", None]),
     (HELLO, "groups", [[], [{0: 1}] * 65, [{}], [{0: 0}], [{0: 1 << 41}], [{-1: 1}], None, {}]),
     (HELLO, "groups", [[{1 << 16: 1}], [dict.fromkeys(range(1025), 1)], [{"0": 1}], [[0, 1]]]),
+    (HELLO, "pages", [[0], [-1], [(1 << 16) + 1], [1] * 65, ["1"], 1, None]),
     (Ask(1, [SHORT]), "ask", NUMBER),
     (Ask(1, [SHORT]), "keys", [*KEYS, [SHORT] * (MAX_ASKED + 1)]),
     (Found(1, b"\1"), "ask", NUMBER),
@@ -129,7 +130,7 @@ def test_a_field_out_of_range_is_refused(
 @every_message
 def test_a_field_that_is_missing_is_refused(message: CacheMessage) -> None:
     for name in fields(message):
-        if name == "protocol":  # has a default
+        if name in ("protocol", "pages"):  # have defaults
             continue
         rest = {key: value for key, value in fields(message).items() if key != name}
         with pytest.raises(ProtocolError):
@@ -161,7 +162,7 @@ Say = Callable[[Engine], list[CacheMessage]]
 
 def key_of(engine: Engine) -> bytes:
     """A block that an engine serves."""
-    return next(iter(engine.agent.served._slots))
+    return next(iter(engine.agent.served._places))
 
 
 def hello_of(engine: Engine) -> CacheHello:
