@@ -173,5 +173,5 @@ def _until(
         if time.monotonic() > deadline:
             raise SystemExit("the hand-off did not come about")
         time.sleep(0.001)
-        reports, notices = agent.poll(idle=True)
+        reports, notices = agent.poll()
         take(reports if finished else notices)

@@ -395,11 +395,13 @@ class HandoffPart:
             if time.monotonic() > deadline:
                 raise TimeoutError("a hand-off did not end")
             for agent in engine.agents:
-                reports += [report for report, _ in agent.poll(idle=True)[0]]
+                agent.news.wait(0.003)
+                agent.news.clear()
+                reports += [report for report, _ in agent.poll()[0]]
                 agent.run(DisaggregationInstructions())
                 agent.take_stats()
             for agent in self._prefill.agents:
-                agent.poll(idle=False)
+                agent.poll()
                 agent.take_stats()
 
 

@@ -59,7 +59,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
-_IDLE_S = 0.003  # limits how long a new request waits for an idle engine
 
 
 class HandoffAgent:
@@ -71,6 +70,8 @@ class HandoffAgent:
 
     ``mark`` returns a fence after everything that the engine's thread has launched. ``address``:
     where the transport listens. ``ended``: the sessions with workers that this one read from.
+    ``news`` is set when :meth:`poll` has something that the agent's own thread found; the caller
+    clears it before it polls.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class HandoffAgent:
         deadline_s: float,
         mark: Callable[[], Fence | None],
         address: tuple[str, int] | None,
+        news: threading.Event | None = None,
     ) -> None:
         self.address = address
+        self.news = news or threading.Event()
         self.ended = sessions.ended
         self._sessions = sessions
         self._sending = PrefillExecutor(sessions, deadline_s)
@@ -89,7 +92,6 @@ class HandoffAgent:
         self._offering = False  # this step offers blocks, so layer hooks matter
         self._lock = threading.Lock()
         self._written = LayerQueue(self._lock, self._sending.written)
-        self._news = threading.Event()  # the engine should poll
         self._closed = threading.Event()
         kind = threads.ThreadKind.HANDOFF
         self._thread = threads.make(kind, "kvconnect-handoff", self._loop)
@@ -133,26 +135,20 @@ class HandoffAgent:
         """Whether :meth:`poll` has news; takes no lock. Some news comes from the engine's own
         thread: a reader that asked early joins when the blocks are offered."""
         told = self._sending.has_notices or self._receiving.has_finished
-        return told or self._news.is_set() or not self._thread.is_alive()
+        return told or self.news.is_set() or not self._thread.is_alive()
 
     def poll(
-        self, idle: bool, ends_step: bool = False
+        self, ends_step: bool = False
     ) -> tuple[list[tuple[ReceiveReport, Receive]], list[TransferEvent]]:
         """Return the receives that ended and the notices since the last call.
-
-        Args:
-            idle: the engine has nothing to compute; wait up to 3 ms for news.
-            ends_step: the engine computes nothing until the next step begins.
+        ``ends_step``: the engine computes nothing until the next step begins.
 
         Raises:
             TransferFailed: a bug ended the agent's thread; requests would wait for ever.
         """
         if not self._thread.is_alive() and not self._closed.is_set():
             raise TransferFailed("the hand-off thread has ended, see its traceback above")
-        if idle:
-            self._news.wait(_IDLE_S)
         with self._lock:
-            self._news.clear()
             if ends_step:
                 self._sending.step_ended_at = self._receiving.step_ended_at = time.monotonic()
             return self._receiving.take_finished(), self._sending.take_notices()
@@ -184,7 +180,7 @@ class HandoffAgent:
                     with self._lock:
                         self._on_event(event)
                         if self._receiving.has_finished or self._sending.has_notices:
-                            self._news.set()
+                            self.news.set()
                 now = time.monotonic()
                 if now - ticked >= _TICK_S:
                     ticked = now
@@ -309,12 +305,13 @@ def start_agent(
     deadline_s: float,
     alone: bool = False,
     traced: bool = False,
+    news: threading.Event | None = None,
 ) -> HandoffAgent:
     """Start a worker's hand-off agent; it listens at ``address``, if given.
 
     ``deadline_s``: how long a read request may wait for an unknown transfer. ``alone``: this worker
     gets instructions of its own, so it renews leases and reports gauges itself. ``traced``: the
-    engine traces, so the agent keeps times of transfers.
+    engine traces, so the agent keeps times of transfers. ``news``: see :class:`HandoffAgent`.
 
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
@@ -339,7 +336,7 @@ def start_agent(
     preference = PathPreference(name, network.min_rate)
     sessions = Sessions(cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference)
     sessions.speaks_for_engine, sessions.traced = sessions.speaks_for_engine or alone, traced
-    return HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found)
+    return HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found, news)
 
 
 def _make_transport(

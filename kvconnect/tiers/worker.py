@@ -52,7 +52,8 @@ class TierWorker:
     ``stores`` are asked in order, the fastest first, and closed with this object. A store that
     raises has nothing. A lookup is answered after ``wait_s`` seconds, the time that a request
     waits for it; a tier that takes longer is not used until its call ends. ``reports_usage``: see
-    :class:`TieredStore`.
+    :class:`TieredStore`. ``news`` is set when :meth:`poll` has an answer; the caller clears
+    it before it polls.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class TierWorker:
         reports_usage: bool = True,
         wait_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        news: threading.Event | None = None,
     ) -> None:
+        self.news = news or threading.Event()
         peers = stores.get(Tier.PEER)
         self._peers = peers if isinstance(peers, PeerStore) else None
         self._served = self._peers.served if self._peers else None
@@ -74,7 +77,6 @@ class TierWorker:
         self._wait_s = wait_s
         self._clock = clock
         self._answers: deque[TierAnswer] = deque()
-        self._ended = threading.Event()
 
     def __repr__(self) -> str:
         return f"<TierWorker {self._tiers}>"
@@ -130,12 +132,6 @@ class TierWorker:
             answers.append(self._answers.popleft())
         return answers
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until :meth:`poll` has an answer, ``timeout_s`` seconds at most."""
-        if not self._answers:
-            self._ended.wait(timeout_s)
-        self._ended.clear()
-
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return what the stores recorded since the last call, and changes of their usage."""
         return self._tiers.take_stats()
@@ -154,7 +150,7 @@ class TierWorker:
         if last:
             answer = RemovalAnswer if isinstance(running.job, RemoveBlocks) else TierAnswer
             self._answers.append(answer(running.job.job, bytes(running.found)))
-            self._ended.set()
+            self.news.set()
 
     def _block_bytes(self, key: bytes) -> int:
         return self._geometry.groups[group_of(key)].block_bytes

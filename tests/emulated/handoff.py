@@ -227,7 +227,7 @@ class Prefill(Side):
         ]
 
     def _collect(self) -> None:
-        for notice in self.agent.poll(idle=False)[1]:
+        for notice in self.agent.poll()[1]:
             transfer = self.known.get(notice.transfer)
             if transfer is None:
                 continue  # of a reader that came too late
@@ -336,7 +336,7 @@ class Decode(Side):
                 self.launched.popleft().synchronize()
 
     def _collect(self) -> None:
-        for report, job in self.agent.poll(idle=False)[0]:
+        for report, job in self.agent.poll()[0]:
             (request,) = (r for r in self.requests if r.job == job.job)
             if request.dropped:
                 request.transfer.done = True

@@ -155,7 +155,7 @@ def finished(engine: Engine) -> list[ReceiveReport]:
     deadline = time.monotonic() + WAIT_S
     while len(reports) < engine.tp and time.monotonic() < deadline:
         for agent in engine.agents:
-            reports += [report for report, _ in agent.poll(idle=False)[0]]
+            reports += [report for report, _ in agent.poll()[0]]
         time.sleep(0.005)
     assert len(reports) == engine.tp
     return reports
@@ -178,6 +178,6 @@ def notices(engine: Engine, kind: NoticeKind, count: int) -> list[TransferEvent]
     deadline = time.monotonic() + WAIT_S
     while len(found) < count and time.monotonic() < deadline:
         for agent in engine.agents:
-            found += [notice for notice in agent.poll(idle=False)[1] if notice.kind is kind]
+            found += [notice for notice in agent.poll()[1] if notice.kind is kind]
         time.sleep(0.005)
     return found

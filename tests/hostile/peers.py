@@ -634,7 +634,7 @@ def _check(outcome: Outcome, engine: Engine, who: str) -> None:
     """See that all threads live, and that nothing said found a bug."""
     agent = engine.agents[0]
     try:
-        agent.poll(idle=False)
+        agent.poll()
     except TransferFailed as error:
         outcome.crashes += 1
         outcome.notes.append(f"{who}: {error}")

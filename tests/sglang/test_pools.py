@@ -235,7 +235,9 @@ def hand_off_ranks(
     deadline = time.monotonic() + WAIT_S
     while not all(d.ended for d in decode) and time.monotonic() < deadline:
         for end, rooms in sides:
-            finished, notices = end.agent.poll(idle=True)
+            end.agent.news.wait(0.003)
+            end.agent.news.clear()
+            finished, notices = end.agent.poll()
             if isinstance(rooms, PrefillRooms):
                 rooms.take(notices)
             else:

@@ -118,7 +118,8 @@ class KVConnectManager(CommonKVManager):
         """Process the agent's events; takes a few hundred nanoseconds if there are none."""
         if not self.agent.has_news:
             return
-        finished, notices = self.agent.poll(idle=False)
+        self.agent.news.clear()
+        finished, notices = self.agent.poll()
         if self.spans is not None:
             self.spans.take(finished, notices)
         if self._sends:

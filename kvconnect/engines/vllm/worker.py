@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -30,7 +31,7 @@ from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.001  # for a secondary tier's answer, in a step that computes nothing
+_IDLE_S = 0.003  # for which a step that computes nothing waits for news; a new request waits too
 
 
 class ConnectorWorker:
@@ -53,6 +54,7 @@ class ConnectorWorker:
         self._reports = StepReports()
         self._step = StepInstructions()  # the last one
         self._errors: set[int] = set()
+        self._news = threading.Event()  # the agent's or the secondary tiers' thread has something
         self._tier: HostTier | None = None
         self._tiers: TierWorker | None = None
         self._agent: HandoffAgent | None = None
@@ -91,8 +93,9 @@ class ConnectorWorker:
                 self._config,
                 kv_caches,
                 (self._tier.store, geometry),
+                self._news,
             )
-        args = self._vllm_config, self._kv_cache_config, self._config, kv_caches
+        args = self._vllm_config, self._kv_cache_config, self._config, kv_caches, self._news
         self._make_agent = partial(make_handoffs, *args)
 
     @property
@@ -194,12 +197,13 @@ class ConnectorWorker:
                 self._add_failures(done.job.req_id, done.report, failed)
                 if not done.job.sync:
                     finished.add(done.job.req_id)
+        if self._step.idle:
+            self._news.wait(_IDLE_S)
+        self._news.clear()  # before the polls: what comes after them is news for the next step
         if self._tiers is not None:
-            if self._step.idle:
-                self._tiers.wait(_IDLE_WAIT_S)
             self._reports.answers += self._tiers.poll()
         if self._agent is not None:
-            arrived, notices = self._agent.poll(self._step.idle, ends_step=True)
+            arrived, notices = self._agent.poll(ends_step=True)
             self._reports.notices += notices
             for report, job in arrived:
                 self._reports.arrivals.append(report)

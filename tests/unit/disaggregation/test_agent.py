@@ -162,7 +162,7 @@ def test_who_asked_too_early_is_news_once_the_transfer_is_known(stack: ExitStack
     assert not agent.has_news
     agent.run(DisaggregationInstructions(offers=[OfferBlocks(TRANSFER)]))
     assert agent.has_news
-    assert [notice.kind for notice in agent.poll(idle=False)[1]] == [NoticeKind.JOINED]
+    assert [notice.kind for notice in agent.poll()[1]] == [NoticeKind.JOINED]
     assert not agent.has_news
 
 
@@ -201,13 +201,13 @@ def test_readers_do_not_wait_for_an_engine_that_makes_no_steps(stack: ExitStack)
         return machine.engine_paused
 
     p.step(offers=[OfferBlocks(TRANSFER)])
-    agent.poll(idle=False, ends_step=True)
+    agent.poll(ends_step=True)
     assert stands(True)
     agent.run(DisaggregationInstructions())  # what comes beside steps says nothing of them
     assert stands(True)
     p.step()
     assert not stands(False)
-    agent.poll(idle=False)
+    agent.poll()
     assert agent._sending.step_ended_at == math.inf
 
 
@@ -233,6 +233,6 @@ def test_a_bug_in_the_thread_of_layers_is_not_silence(
     while not agent.has_news and time.monotonic() < deadline:
         time.sleep(0.005)
     with pytest.raises(TransferFailed):
-        agent.poll(idle=False)
+        agent.poll()
     (report,) = finished(d)
     assert {failure.cause for failure in report.failures} == {FailureCause.PEER}

@@ -114,7 +114,7 @@ class Prefill(Rank1):
         return Endpoint(self.rank.tp_rank, self.rank.pp_rank, *self.agent.address)
 
     def poll_agent(self) -> None:
-        self.prefill_rooms.take(self.agent.poll(idle=True)[1])
+        self.prefill_rooms.take(self.agent.poll()[1])
 
     def send_all(self, pages: Sequence[int], prefix: int = 0, chunks: int = 2) -> None:
         """Send the pages after ``prefix`` in chunks, as SGLang does; the last one with the rest."""
@@ -145,7 +145,7 @@ class Decode(Rank1):
         )
 
     def poll_agent(self) -> None:
-        self.decode_rooms.take(self.agent.poll(idle=True)[0])
+        self.decode_rooms.take(self.agent.poll()[0])
 
     def ask(self, pages: Sequence[int], sources: Sequence[Prefill], prefix: int = 0) -> None:
         rest = [Span(translate.AUX, 0, array("q", [4]))]
@@ -179,6 +179,8 @@ def until(ranks: Sequence[Rank1], over: Callable[[], bool]) -> None:
     while not over():
         assert time.monotonic() < deadline, [(r.ready, r.done, r.failed) for r in ranks]
         for rank in ranks:
+            rank.agent.news.wait(0.003)
+            rank.agent.news.clear()
             rank.poll_agent()  # type: ignore[attr-defined]
 
 
