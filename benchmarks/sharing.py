@@ -62,6 +62,8 @@ CONTINUE, STOP = signal.SIGCONT, signal.SIGSTOP
 SOURCES = {source.value for source in PromptSource}
 CONNECT_S = 120.0
 ASK_S = 2.0  # an engine on a CPU answers when it gets to it
+POLLS_S = 1.3
+"""For a second after a step, vLLM's processes poll for the next one, each on a core."""
 
 
 class Fleet:
@@ -88,7 +90,8 @@ class Fleet:
     @contextmanager
     def awake(self, *servers: Server) -> Iterator[None]:
         """Let some servers run, each warmed up by prompts that do not count until its peers are
-        connected again: they give up one that has been stopped for long."""
+        connected again: they give up one that has been stopped for long. Beside the last server,
+        the others are idle."""
         for server in servers:
             Variant("", [server]).signal(CONTINUE)
         deadline = time.monotonic() + CONNECT_S
@@ -101,6 +104,9 @@ class Fleet:
                     raise SystemExit(f"not connected within {CONNECT_S:.0f} s")
                 time.sleep(0.2)
                 server.complete([5] * 8, 2)
+        if len(servers) > 1:
+            time.sleep(POLLS_S)
+            servers[-1].complete([5] * 8, 2)
         yield
         for server in servers:
             Variant("", [server]).signal(STOP)

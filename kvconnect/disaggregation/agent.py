@@ -70,8 +70,8 @@ class HandoffAgent:
 
     ``mark`` returns a fence after everything that the engine's thread has launched. ``address``:
     where the transport listens. ``ended``: the sessions with workers that this one read from.
-    ``news`` is set when :meth:`poll` has something that the agent's own thread found; the caller
-    clears it before it polls.
+    ``news`` is set when :meth:`poll` has something that the agent's own thread found. The caller
+    clears it before it polls, and may put another event in its place.
     """
 
     def __init__(
@@ -80,10 +80,9 @@ class HandoffAgent:
         deadline_s: float,
         mark: Callable[[], Fence | None],
         address: tuple[str, int] | None,
-        news: threading.Event | None = None,
     ) -> None:
         self.address = address
-        self.news = news or threading.Event()
+        self.news = threading.Event()
         self.ended = sessions.ended
         self._sessions = sessions
         self._sending = PrefillExecutor(sessions, deadline_s)
@@ -305,13 +304,12 @@ def start_agent(
     deadline_s: float,
     alone: bool = False,
     traced: bool = False,
-    news: threading.Event | None = None,
 ) -> HandoffAgent:
     """Start a worker's hand-off agent; it listens at ``address``, if given.
 
     ``deadline_s``: how long a read request may wait for an unknown transfer. ``alone``: this worker
     gets instructions of its own, so it renews leases and reports gauges itself. ``traced``: the
-    engine traces, so the agent keeps times of transfers. ``news``: see :class:`HandoffAgent`.
+    engine traces, so the agent keeps times of transfers.
 
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
@@ -336,7 +334,7 @@ def start_agent(
     preference = PathPreference(name, network.min_rate)
     sessions = Sessions(cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference)
     sessions.speaks_for_engine, sessions.traced = sessions.speaks_for_engine or alone, traced
-    return HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found, news)
+    return HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found)
 
 
 def _make_transport(

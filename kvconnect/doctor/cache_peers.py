@@ -14,7 +14,8 @@ from kvconnect.doctor.transfers import REFUSAL_FIXES
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.cache_messages import CacheHello, decode
-from kvconnect.tiers.peers.peer_agent import ArenaMemory, PeerOptions
+from kvconnect.tiers.peers.options import PeerOptions
+from kvconnect.tiers.peers.peer_agent import ArenaMemory
 from kvconnect.transport import ConnectionOptions, make_transport
 from kvconnect.transport.base import Event, MessageReceived, PeerDown, PeerUp
 from kvconnect.transport.security import security_of

@@ -309,6 +309,14 @@ class SlotDigests:
             raise Misuse(f"slot {slot} was never sealed, nothing can be loaded from it")
         return bool(self._sealed[slot])
 
+    def known(self, slot: int) -> int | None:
+        """Return the digest of a slot; None if it has none."""
+        return self._digest[slot] if self._sealed[slot] else None
+
+    def matches(self, content: memoryview, digest: int) -> bool:
+        """Return whether content has a digest; True if this process computes none."""
+        return not self._period or self._hash(content) == digest
+
     def verify(self, slot: int, content: memoryview) -> None:
         """Raise :class:`Corrupt` if the content differs from what was sealed."""
         self.compare(slot, self._hash(content))

@@ -10,9 +10,17 @@ all its sources at once, and reads from those that answered::
       | <---------------- Sent(fetch=2, outcomes)   they are handed to the network
       Stop(fetch=2) ------------------------> |   the reader does not wait any longer
 
+A source on the same machine answers the hello with :class:`HostMemory`. Its answers have the places
+of blocks then, and the reader copies them itself (:mod:`kvconnect.tiers.peers.same_machine`)::
+
+      CacheHello(nonce) --------------------> |
+      | <------------------------- HostMemory
+      Ask(ask=1, keys) ---------------------> |
+      | <----------- Found(ask=1, found, places)
+
 Ids are the reader's; that of a fetch is also the transport's read id. Unknown fields are ignored.
-:func:`decode` rejects a field that is out of range. No message contains an address, a slot or a
-path.
+:func:`decode` rejects a field that is out of range. Addresses and slots are only those of the
+source's own memory, which nobody writes by them.
 """
 
 from __future__ import annotations
@@ -43,6 +51,10 @@ _Fingerprint = Annotated[bytes, Meta(min_length=1, max_length=64)]
 _Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
 _Group = Annotated[int, Meta(ge=0, lt=64)]
 _Pages = Annotated[int, Meta(ge=1, le=1 << 16)]
+_Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
+_Slot = Annotated[int, Meta(ge=0, lt=1 << 32)]
+_U64 = Annotated[int, Meta(ge=0)]  # whose upper limit is that of the format
+NONCE_BYTES = 16
 _Units = Annotated[dict[_Unit, _Bytes], Meta(min_length=1, max_length=1024)]
 
 
@@ -64,6 +76,7 @@ class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
         layout: fingerprint of a whole block's bytes in a slot.
         groups: per KV-cache group, the units of a page that this worker has, with their bytes.
         pages: of a block, per group: pages are what is asked for. Empty: each block is one page.
+        nonce: of a reader that can read the memory of a source on its machine; else empty.
     """
 
     protocol: tuple[_Version, _Version] = PROTOCOL
@@ -72,6 +85,31 @@ class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
     layout: _Fingerprint
     groups: Annotated[list[_Units], Meta(min_length=1, max_length=64)]
     pages: Annotated[list[_Pages], Meta(max_length=64)] = []
+    nonce: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
+
+
+class HostMemory(msgspec.Struct, tag="memory"):
+    """Source: where this process has its host tier, for a reader on the same machine.
+
+    Attributes:
+        nonce: address of the nonce of this connection's reader.
+        slots: address of slot 0; slot n is n times ``slot_bytes`` behind it.
+        versions: address of the slots' versions, of 8 bytes each.
+    """
+
+    pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    nonce: _Address
+    slots: _Address
+    slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 30)]
+    versions: _Address
+
+
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """In which slot a block is, the slot's version, and the block's digest if it has one."""
+
+    slot: _Slot
+    version: _U64
+    digest: _U64 | None
 
 
 class Ask(msgspec.Struct, tag="ask"):
@@ -82,10 +120,12 @@ class Ask(msgspec.Struct, tag="ask"):
 
 
 class Found(msgspec.Struct, tag="found"):
-    """Source: ``found[i]`` is 1 if ``keys[i]`` is there, else 0."""
+    """Source: ``found[i]`` is 1 if ``keys[i]`` is there, else 0. ``places``: of those that are
+    there, in order, if the reader was told of this source's memory; else empty."""
 
     ask: ReadId
     found: Annotated[bytes, Meta(max_length=MAX_ASKED)]
+    places: Annotated[list[Place], Meta(max_length=MAX_ASKED)] = []
 
 
 class Fetch(msgspec.Struct, tag="fetch"):
@@ -110,7 +150,7 @@ class Stop(msgspec.Struct, tag="stop"):
     fetch: ReadId
 
 
-CacheMessage = CacheHello | Ask | Found | Fetch | Sent | Stop
+CacheMessage = CacheHello | HostMemory | Ask | Found | Fetch | Sent | Stop
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[CacheMessage] = msgspec.msgpack.Decoder(CacheMessage)

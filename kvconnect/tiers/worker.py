@@ -52,8 +52,8 @@ class TierWorker:
     ``stores`` are asked in order, the fastest first, and closed with this object. A store that
     raises has nothing. A lookup is answered after ``wait_s`` seconds, the time that a request
     waits for it; a tier that takes longer is not used until its call ends. ``reports_usage``: see
-    :class:`TieredStore`. ``news`` is set when :meth:`poll` has an answer; the caller clears
-    it before it polls.
+    :class:`TieredStore`. ``news`` is set when :meth:`poll` has an answer. The caller clears
+    it before it polls, and may put another event in its place.
     """
 
     def __init__(
@@ -64,9 +64,8 @@ class TierWorker:
         reports_usage: bool = True,
         wait_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
-        news: threading.Event | None = None,
     ) -> None:
-        self.news = news or threading.Event()
+        self.news = threading.Event()
         peers = stores.get(Tier.PEER)
         self._peers = peers if isinstance(peers, PeerStore) else None
         self._served = self._peers.served if self._peers else None

@@ -21,6 +21,8 @@ from kvconnect.protocol.cache_messages import (
     CacheMessage,
     Fetch,
     Found,
+    HostMemory,
+    Place,
     Sent,
     Stop,
     decode,
@@ -37,12 +39,18 @@ HIGHEST_ID = PROBE_READ_ID - 1
 SHORT, LONG = bytes(18), bytes(81)  # keys
 UNITS = {0: 4096, WHOLE - 1: 1 << 40}
 HELLO = CacheHello(engine=bytes(16), format=b"f", layout=b"l" * 64, groups=[UNITS, {7: 1}])
+MEMORY = HostMemory(1, 0, (1 << 62) - 1, 1, 4096)
+HIGHEST_PLACE = Place((1 << 32) - 1, (1 << 64) - 1, (1 << 64) - 1)
 MESSAGES: list[CacheMessage] = [
     HELLO,
+    msgspec.structs.replace(HELLO, nonce=b"n" * 16),
+    MEMORY,
     Ask(1, [SHORT, LONG]),
     Ask(HIGHEST_ID, [SHORT] * MAX_ASKED),
     Found(1, b""),
     Found(1, bytes(MAX_ASKED)),
+    Found(1, bytes([1, 0, 1]), [Place(0, 0, None), HIGHEST_PLACE]),
+    Found(1, b"\1" * MAX_ASKED, [HIGHEST_PLACE] * MAX_ASKED),
     Fetch(1, 63, [WHOLE], [SHORT]),
     Fetch(1, 0, list(range(1024)), [LONG] * MAX_FETCHED),
     Sent(1, bytes(MAX_FETCHED)),
@@ -99,10 +107,19 @@ OUT_OF_RANGE: list[tuple[CacheMessage, str, list[object]]] = [
     (HELLO, "groups", [[], [{0: 1}] * 65, [{}], [{0: 0}], [{0: 1 << 41}], [{-1: 1}], None, {}]),
     (HELLO, "groups", [[{1 << 16: 1}], [dict.fromkeys(range(1025), 1)], [{"0": 1}], [[0, 1]]]),
     (HELLO, "pages", [[0], [-1], [(1 << 16) + 1], [1] * 65, ["1"], 1, None]),
+    (HELLO, "nonce", [bytes(17), "n" * 16, None, 1]),
+    (MEMORY, "pid", [0, -1, 1 << 31, "1", None, True]),
+    (MEMORY, "nonce", [-1, 1 << 62, 1 << 63, "1", None, b""]),
+    (MEMORY, "slots", [-1, 1 << 62, 1 << 63, "1", None, b""]),
+    (MEMORY, "versions", [-1, 1 << 62, 1 << 63, "1", None, b""]),
+    (MEMORY, "slot_bytes", [0, -1, 1 << 30, "1", None, 1.5]),
     (Ask(1, [SHORT]), "ask", NUMBER),
     (Ask(1, [SHORT]), "keys", [*KEYS, [SHORT] * (MAX_ASKED + 1)]),
     (Found(1, b"\1"), "ask", NUMBER),
     (Found(1, b"\1"), "found", [bytes(MAX_ASKED + 1), "1", [1], None]),
+    (Found(1, b"\1"), "places", [[[1 << 32, 0, 0]], [[-1, 0, 0]], [[0, -1, 0]], [[0, 0, -1]]]),
+    (Found(1, b"\1"), "places", [[[0, 0]], [[]], [0], [[0, 0, "1"]], [[0, None, 0]], None, {}]),
+    (Found(1, b""), "places", [[[0, 0, 0]] * (MAX_ASKED + 1)]),
     (Fetch(1, 0, [0], [SHORT]), "fetch", NUMBER),
     (Fetch(1, 0, [0], [SHORT]), "group", [-1, 64, 1.5, "0", None, True]),
     (Fetch(1, 0, [0], [SHORT]), "units", [[], [0, 0], [-1], [1 << 16], list(range(1025)), None]),
@@ -129,9 +146,7 @@ def test_a_field_out_of_range_is_refused(
 
 @every_message
 def test_a_field_that_is_missing_is_refused(message: CacheMessage) -> None:
-    for name in fields(message):
-        if name in ("protocol", "pages"):  # have defaults
-            continue
+    for name in {field.encode_name for field in msgspec.structs.fields(message) if field.required}:
         rest = {key: value for key, value in fields(message).items() if key != name}
         with pytest.raises(ProtocolError):
             decode(msgspec.msgpack.encode(rest))

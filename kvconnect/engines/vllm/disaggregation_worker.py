@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -29,13 +28,11 @@ def make_handoffs(
     cache: KVCacheConfig,
     config: Config,
     kv_caches: Mapping[str, torch.Tensor],
-    news: threading.Event,
     address: tuple[str, int] | None = None,
     epoch: int = 0,
 ) -> HandoffAgent | None:
     """Start a worker's hand-off agent, which listens if the role sends; return None if the worker
     neither sends nor receives. It listens at ``address``, or where the settings say.
-    ``news``: see :class:`HandoffAgent`.
 
     Raises:
         ConfigError: an address, key or certificate cannot be used.
@@ -60,7 +57,7 @@ def make_handoffs(
     memory = make_memory(area, config.deadline_s)
     found = WorkerCache(hello, pages, memory, area.device)
     traced = translate.is_traced(vllm_config)
-    return start_agent(config, found, address, config.deadline_s, traced=traced, news=news)
+    return start_agent(config, found, address, config.deadline_s, traced=traced)
 
 
 def _address(vllm_config: VllmConfig, config: Config) -> tuple[str, int]:

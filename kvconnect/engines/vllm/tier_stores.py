@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,10 +49,8 @@ def make_lower_tiers(
     config: Config,
     kv_caches: Mapping[str, torch.Tensor],
     host: tuple[HostArena, Geometry],
-    news: threading.Event,
 ) -> TierWorker | None:
-    """Return a worker's secondary tiers; None if none is configured. ``news``: see
-    :class:`TierWorker`.
+    """Return a worker's secondary tiers; None if none is configured.
 
     Raises:
         ConfigError: a tier cannot be used with its settings.
@@ -82,7 +79,7 @@ def make_lower_tiers(
             Tier.REMOTE: partial(_make_remote, cache, fields, config),
         },
     )
-    return TierWorker(stores, store, geometry, rank == 0, config.tiers.wait_s, news=news)
+    return TierWorker(stores, store, geometry, rank == 0, config.tiers.wait_s)
 
 
 def stored_format(

@@ -93,9 +93,10 @@ class ConnectorWorker:
                 self._config,
                 kv_caches,
                 (self._tier.store, geometry),
-                self._news,
             )
-        args = self._vllm_config, self._kv_cache_config, self._config, kv_caches, self._news
+            if self._tiers is not None:
+                self._tiers.news = self._news
+        args = self._vllm_config, self._kv_cache_config, self._config, kv_caches
         self._make_agent = partial(make_handoffs, *args)
 
     @property
@@ -111,7 +112,7 @@ class ConnectorWorker:
         Not done in :meth:`register`: vLLM captures CUDA graphs after it, and a peer that measures
         its bandwidth makes this worker use the device, which would break a capture.
         """
-        self._agent = self._agent or self._make_agent()
+        self._start_agent()
         agent, store = self._agent, self._tier.store if self._tier else None
         return WorkerHello(
             num_slots=store.num_slots if store else 0,
@@ -136,7 +137,7 @@ class ConnectorWorker:
         """Use the KV cache again, whose memory is back; listen where it did before. Idempotent."""
         if self._tier is not None:
             self._tier.executor.resume()
-        self._agent = self._agent or self._make_agent()
+        self._start_agent()
 
     def begin_step(self, step: StepInstructions) -> None:
         """Start the step's loads and receives before the forward; keep its stores for later."""
@@ -242,6 +243,11 @@ class ConnectorWorker:
             self._tiers.close()
         if self._tier is not None:
             self._tier.close()
+
+    def _start_agent(self) -> None:
+        self._agent = self._agent or self._make_agent()
+        if self._agent is not None:
+            self._agent.news = self._news
 
     def _add_failures(self, req_id: str, report: JobReport, failed: set[str]) -> None:
         if report.failures and self._keeps_prefix:

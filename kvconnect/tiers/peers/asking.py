@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress, product
 
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol.cache_messages import MAX_ASKED, WHOLE, Ask, Found
@@ -17,11 +17,11 @@ Holders = frozenset[PeerId]
 
 @dataclass(eq=False)
 class _Question:
-    """One worker is asked for ``count`` keys from ``first`` on."""
+    """One worker is asked for some keys, the caller's from ``first`` on."""
 
     source: CacheSource
     first: int
-    count: int
+    keys: list[bytes]
     found: bytes | None = None
 
 
@@ -41,12 +41,11 @@ class Questions:
         """Ask ``peers`` at once, those that can be asked, and wait for their answers until the
         deadline. Return for each key who has it; ``groups`` are the keys' groups."""
         with self._sources.changed:
-            questions = self._ask(len(keys), peers)
+            questions = self._ask(keys, peers)
             asked = {next(self._sources.numbers): question for question in questions}
             self._open.update(asked)
         for number, question in asked.items():
-            some = list(keys[question.first : question.first + question.count])
-            self._sources.say(question.source.peer, Ask(number, some))
+            self._sources.say(question.source.peer, Ask(number, question.keys))
         with self._sources.changed:
             self._sources.changed.wait_for(
                 lambda: all(question.found is not None for question in asked.values()),
@@ -62,8 +61,14 @@ class Questions:
             question = self._open.get(message.ask)
             if question is None:  # it came too late
                 return
-            if question.source.peer != peer or len(message.found) != question.count:
+            if question.source.peer != peer or len(message.found) != len(question.keys):
                 raise ProtocolError(f"answer to question {message.ask}, which was not asked")
+            memory, places = question.source.memory, message.places
+            if places and len(places) != len(message.found) - message.found.count(0):
+                raise ProtocolError(f"{len(places)} places in the answer to question {message.ask}")
+            if places and memory is not None:
+                for key, place in zip(compress(question.keys, message.found), places, strict=True):
+                    memory.learn(key, place)
             question.found = message.found
             self._sources.changed.notify_all()
 
@@ -75,11 +80,11 @@ class Questions:
                     question.found = b""
             self._sources.changed.notify_all()
 
-    def _ask(self, count: int, peers: Collection[PeerId]) -> Iterator[_Question]:
+    def _ask(self, keys: Sequence[bytes], peers: Collection[PeerId]) -> Iterator[_Question]:
         now = self._clock()
         sources = [each for each in self._sources.of(peers) if each.breaker.enter(now)]
-        for first, source in itertools.product(range(0, count, MAX_ASKED), sources):
-            yield _Question(source, first, min(MAX_ASKED, count - first))
+        for first, source in product(range(0, len(keys), MAX_ASKED), sources):
+            yield _Question(source, first, list(keys[first : first + MAX_ASKED]))
 
     def _holders(self, asked: Collection[_Question], groups: Sequence[int]) -> list[Holders]:
         """Return who has each block, and note, once for all messages, who was late."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 from kvconnect.errors import ProtocolError
@@ -15,13 +17,17 @@ from kvconnect.protocol.cache_messages import (
     WHOLE,
     Fetch,
     FetchOutcome,
+    Place,
     Sent,
     Stop,
 )
 from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.peers.asking import Holders
+from kvconnect.tiers.peers.same_machine import SourceMemory
 from kvconnect.tiers.peers.sources import CacheSource, CacheSources
 from kvconnect.transport.base import Drained, IncomingPages, PagesReceived, PeerId, Unit
+
+logger = logging.getLogger(__name__)
 
 _WITH_PAGES = (FetchOutcome.SENT, FetchOutcome.OVERWRITTEN)
 
@@ -69,7 +75,7 @@ class _OpenRead:
 
 class Reads:
     """Reads from all sources. :meth:`read` is for any thread, the rest for the one that polls the
-    transport. ``wait_s``: after how long a read has failed."""
+    transport. ``wait_s``: after how long a read over the network has failed."""
 
     def __init__(self, sources: CacheSources, wait_s: float, clock: Callable[[], float]) -> None:
         self._sources = sources
@@ -82,8 +88,10 @@ class Reads:
         """Read blocks of one group. Block until nothing writes into the slots any more; usually no
         longer than ``wait_s``."""
         outcomes = [BlockOutcome.OK] * len(wanted)
+        copied = self._copy(group, wanted)
+        rest = [place for place in range(len(wanted)) if place not in copied]
         with self._sources.changed:
-            reads = list(self._plan(group, wanted, outcomes))
+            reads = list(self._plan(group, wanted, rest, outcomes))
             self._open.update((read.number, read) for read in reads)
         for read in reads:
             self._start(group, read, [wanted[place] for place in read.places])
@@ -133,13 +141,39 @@ class Reads:
                     read.stopped = read.ended = True
             self._sources.changed.notify_all()
 
+    def _copy(self, group: int, wanted: Sequence[Wanted]) -> set[int]:
+        """Copy blocks from the memory of sources on this machine. Return which are here."""
+        found: dict[tuple[PeerId, SourceMemory], dict[int, tuple[Place, int]]] = defaultdict(dict)
+        with self._sources.changed:
+            for number, block in enumerate(wanted):
+                for source in self._sources.of(block.holders):
+                    place = source.memory.take(block.key) if source.memory else None
+                    if source.memory and place:
+                        found[source.peer, source.memory][number] = place, block.slot
+                        break
+        here: set[int] = set()
+        nbytes = self._sources.groups[group][0].whole.block_bytes
+        for (peer, memory), blocks in found.items():
+            try:
+                right = memory.read(list(blocks.values()), nbytes)
+            except OSError as error:
+                logger.info("the network is used again for an engine on this machine: %s", error)
+                self._sources.set_memory(peer, None)
+            else:
+                here.update(compress(blocks, right))
+        return here
+
     def _plan(
-        self, group: int, wanted: Sequence[Wanted], outcomes: list[BlockOutcome]
+        self,
+        group: int,
+        wanted: Sequence[Wanted],
+        places: Sequence[int],
+        outcomes: list[BlockOutcome],
     ) -> Iterator[_OpenRead]:
-        """Yield the reads, and note blocks that nobody has as ABSENT."""
+        """Yield the reads of blocks at ``places``, and note those that nobody has as ABSENT."""
         by_holders: dict[tuple[Holders, int], list[int]] = defaultdict(list)
-        for place, block in enumerate(wanted):
-            by_holders[block.holders, block.page].append(place)
+        for place in places:
+            by_holders[wanted[place].holders, wanted[place].page].append(place)
         step = len(self._sources.groups[group])
         for (holders, page), places in by_holders.items():
             givers = self._givers(group, holders)

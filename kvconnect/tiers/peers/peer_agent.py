@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import threading
@@ -19,12 +18,14 @@ import msgspec
 from kvconnect import threads
 from kvconnect.cache.head_shards import HeadUnit, merged
 from kvconnect.config import Config, listen_address
-from kvconnect.errors import ConfigError, KVConnectError, ProtocolError, contained
+from kvconnect.errors import KVConnectError, ProtocolError, contained
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.cache_messages import (
+    NONCE_BYTES,
     CacheHello,
     CacheMessage,
     Found,
+    HostMemory,
     Sent,
     decode,
     encode,
@@ -36,6 +37,8 @@ from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.peers.asking import Holders, Questions
 from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads
+from kvconnect.tiers.peers.options import PeerOptions
+from kvconnect.tiers.peers.same_machine import SourceMemory, is_this_machine
 from kvconnect.tiers.peers.served import ServedBlocks
 from kvconnect.tiers.peers.serving import GroupUnits, SendLimit, Serving
 from kvconnect.tiers.peers.sources import CacheSources
@@ -62,65 +65,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
-_MOST_ADDRESSES = 256
-
-
-class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """With whom an engine shares the blocks of its host tier.
-
-    Attributes:
-        ask: workers of other engines, as ``IP:PORT``, or ``IP:FIRST-LAST`` for several ranks at
-            ports in a row. The engine's own addresses may be among them. ``[]``: only the engines
-            that a router names.
-        listen: ``IP:PORT`` at which this engine serves blocks, an address of this machine that the
-            others reach. Worker r listens at port + r, counted over all data-parallel engines.
-            ``off``: it serves none.
-        ask_s: seconds that a request waits for answers.
-        serve_rate: limit of one worker's sending, in bytes per second. ``0``: no limit.
-        page_tokens: tokens of a page, the unit in which engines with different block sizes share
-            blocks: the same number for all of them, which divides each block size. ``0``: the block
-            size.
-    """
-
-    ask: tuple[str, ...] = ()
-    listen: str = "off"
-    ask_s: float = 0.05
-    serve_rate: int = 0
-    page_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        listen_address(self.listen)
-        self.addresses()
-        if not 0 < self.ask_s <= 10:
-            raise ConfigError("ask_s", self.ask_s, "use seconds, at most 10")
-        if self.page_tokens < 0:
-            fix = "use a number of tokens that divides the block size, or 0"
-            raise ConfigError("page_tokens", self.page_tokens, fix)
-        if not self.ask and self.listen == "off":
-            raise ConfigError("cache_peers", {}, "set ask, listen or both")
-
-    def addresses(self) -> list[tuple[str, int]]:
-        """Return (IP address, port) of all workers to ask.
-
-        Raises:
-            ConfigError: one is not an IP address and a port, or there are too many.
-        """
-        found = []
-        for text in self.ask:
-            host, _, ports = text.rpartition(":")
-            first, _, last = ports.partition("-")
-            try:
-                address = str(ipaddress.ip_address(host.strip("[]")))
-                numbers = range(int(first), int(last or first) + 1)
-            except ValueError as error:
-                fix = f"use an IP address and a port such as 10.1.2.3:7900 ({error})"
-                raise ConfigError("ask", text, fix) from error
-            if not numbers or not 0 < numbers[0] <= numbers[-1] < 2**16:
-                raise ConfigError("ask", text, "use ports from 1 to 65535, the first one first")
-            found += [(address, number) for number in numbers]
-        if len(found) > _MOST_ADDRESSES:
-            raise ConfigError("ask", len(found), f"name at most {_MOST_ADDRESSES} workers")
-        return found
 
 
 class ArenaMemory:
@@ -144,10 +88,13 @@ class ArenaMemory:
 
 @dataclass
 class _Connection:
-    """A connection that is up. ``agreed``: both sides keep the same blocks."""
+    """A connection that is up. ``agreed``: both sides keep the same blocks. ``nonce``: of this
+    side's hello, if it may read the memory of the other."""
 
     inbound: bool
+    host: str
     path: str
+    nonce: bytes
     agreed: bool = False
 
 
@@ -200,6 +147,10 @@ class PeerAgent:
         clock = time.monotonic
         self._transport = transport
         self._nixl = nixl
+        self._host = host
+        whole = all(len(pages) == 1 for pages in groups)  # whose digests are those of slots
+        self._reads_memory = whole and options.same_machine == "memory"
+        self._tells_memory = self._reads_memory and not options.serve_rate
         self._hello = CacheHello(
             engine=os.urandom(16),
             format=blocks.fingerprint,
@@ -252,6 +203,7 @@ class PeerAgent:
         """Close every connection. Idempotent."""
         self._closed.set()
         self._thread.join(_JOIN_TIMEOUT_S)
+        self._serving.close()
         self._transport.close()
         self.reader.sources.close()
 
@@ -269,8 +221,12 @@ class PeerAgent:
     def _on_event(self, event: Event) -> None:
         if isinstance(event, PeerUp):
             path = "nixl" if self._nixl and "nixl" in event.paths else "tcp"
-            self._peers[event.peer] = _Connection(event.inbound, path)
-            self._transport.submit(PeerMessage(event.peer, encode(self._hello)))
+            host = event.address.rpartition(":")[0].strip("[]")
+            copies = self._reads_memory and not event.inbound and is_this_machine(host)
+            nonce = os.urandom(NONCE_BYTES) if copies else b""
+            self._peers[event.peer] = _Connection(event.inbound, host, path, nonce)
+            hello = msgspec.structs.replace(self._hello, nonce=nonce)
+            self._transport.submit(PeerMessage(event.peer, encode(hello)))
         elif isinstance(event, PeerDown):
             self._on_down(event)
         elif (connection := self._peers.get(event.peer)) is None:
@@ -297,6 +253,8 @@ class PeerAgent:
             self.reader.questions.on_found(peer, message)
         elif isinstance(message, Sent):
             self.reader.reads.on_sent(peer, message)
+        elif isinstance(message, HostMemory) and connection.nonce:
+            self._on_memory(peer, connection.nonce, message)
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
 
@@ -313,11 +271,23 @@ class PeerAgent:
         if hello.format != self._hello.format:
             logger.warning("the peer at %s keeps other blocks: nothing is shared", address or peer)
         else:
+            same = hello.layout == self._hello.layout
             if address is not None:
-                same = hello.layout == self._hello.layout
                 self.reader.sources.add(peer, connection.path, hello, same)
+            elif self._tells_memory and same and hello.nonce and is_this_machine(connection.host):
+                self._serving.tell_memory(peer, hello.nonce)
             connection.agreed = True
         self._dialler.answered(peer)
+
+    def _on_memory(self, peer: PeerId, nonce: bytes, told: HostMemory) -> None:
+        """Read a source's blocks from its memory from now on, if the system lets this process."""
+        try:
+            memory = SourceMemory(told, nonce, self._host)
+        except OSError as error:
+            text = "the memory of the engine at %s cannot be read, so the network is used: %s"
+            logger.info(text, self._dialler.address(peer), error)
+        else:
+            self.reader.sources.set_memory(peer, memory)
 
     def _on_down(self, event: PeerDown) -> None:
         self._peers.pop(event.peer, None)

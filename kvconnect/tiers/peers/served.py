@@ -31,6 +31,11 @@ class ServedBlocks:
         self._keys: list[Sequence[bytes]] = [()] * num_slots  # of the pages in each slot
         self._versions = array("Q", bytes(8 * num_slots))
 
+    @property
+    def versions_address(self) -> int:
+        """Where the versions of the slots are, of 8 bytes each. They stay there."""
+        return self._versions.buffer_info()[0]
+
     def __len__(self) -> int:
         return len(self._places)
 
@@ -66,8 +71,9 @@ class ServedBlocks:
     def clear(self) -> None:
         """Remove all blocks."""
         with self._lock:
-            self._places.clear()
-            self._keys = [()] * len(self._keys)
+            for slot in [slot for slot, keys in enumerate(self._keys) if keys]:
+                self._forget(slot)
+                self._versions[slot] += 1
 
     def find(self, key: bytes) -> ServedBlock | None:
         """Return where a block is; None if it is not there."""

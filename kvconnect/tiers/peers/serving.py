@@ -23,6 +23,7 @@ from kvconnect.protocol.cache_messages import (
     encode,
 )
 from kvconnect.tiers.backends.base import StoreMeter
+from kvconnect.tiers.peers.same_machine import OwnMemory
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.transport.base import (
     Drained,
@@ -113,13 +114,19 @@ class Serving:
         self._groups = groups
         self._limit = limit
         self._meter = meter
+        self._memory = OwnMemory(host, served)
         self._sending: dict[tuple[PeerId, int], _Sending] = {}
+
+    def tell_memory(self, peer: PeerId, nonce: bytes) -> None:
+        """Tell a reader on this machine how to read the host tier itself."""
+        self._say(peer, self._memory.tell(peer, nonce))
 
     def on_message(self, peer: PeerId, message: CacheMessage) -> None:
         """Answer a message; raises :class:`ProtocolError` for one that a reader does not send."""
         if isinstance(message, Ask):
-            found = bytes(self.served.find(key) is not None for key in message.keys)
-            self._say(peer, Found(message.ask, found))
+            blocks = [self.served.find(key) for key in message.keys]
+            found = bytes(block is not None for block in blocks)
+            self._say(peer, Found(message.ask, found, self._memory.places(peer, blocks)))
         elif isinstance(message, Fetch):
             self._fetch(peer, message)
         elif isinstance(message, Stop):
@@ -145,8 +152,13 @@ class Serving:
 
     def on_down(self, peer: PeerId) -> None:
         """A reader is gone."""
+        self._memory.forget(peer)
         for number, fetch in [each for each in self._sending if each[0] == peer]:
             self._end(number, fetch)
+
+    def close(self) -> None:
+        """The host tier will be freed."""
+        self._memory.close()
 
     def _fetch(self, peer: PeerId, fetch: Fetch) -> None:
         if (peer, fetch.fetch) in self._sending:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol.cache_messages import WHOLE, CacheHello, CacheMessage, encode
+from kvconnect.tiers.peers.same_machine import SourceMemory
 from kvconnect.tiers.peers.serving import GroupUnits
 from kvconnect.transport.base import PeerId, PeerMessage, Transport
 
@@ -22,7 +23,8 @@ _LONGEST_PAUSE_S = 30.0
 @dataclass(eq=False)
 class CacheSource:
     """One worker. ``units``: those that it has, per group: ``WHOLE`` alone if its slots are like
-    this worker's. ``pages``: of its blocks, per group. ``reading``: blocks read from it now."""
+    this worker's. ``pages``: of its blocks, per group. ``reading``: blocks read from it now.
+    ``memory``: its host tier, if this worker can read it."""
 
     peer: PeerId
     path: str
@@ -30,6 +32,7 @@ class CacheSource:
     pages: Sequence[int]
     breaker: CircuitBreaker
     reading: int = 0
+    memory: SourceMemory | None = None
 
 
 class CacheSources:
@@ -67,6 +70,12 @@ class CacheSources:
         breaker = CircuitBreaker(LATE_ANSWERS, _LONGEST_PAUSE_S)
         with self.changed:
             self._sources[peer] = CacheSource(peer, path, units, pages, breaker)
+
+    def set_memory(self, peer: PeerId, memory: SourceMemory | None) -> None:
+        """Note how to read a source's memory; None: it cannot be read any more."""
+        with self.changed:
+            if peer in self._sources:
+                self._sources[peer].memory = memory
 
     def remove(self, peer: PeerId) -> None:
         """Remove a worker, if it is there."""

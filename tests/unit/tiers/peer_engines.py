@@ -17,7 +17,8 @@ from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import parse_settings
-from kvconnect.tiers.peers.peer_agent import PeerAgent, PeerOptions, SharedBlocks
+from kvconnect.tiers.peers.options import PeerOptions
+from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 
@@ -64,7 +65,8 @@ class Engine:
         self.host = HostArena(SLOTS, slot_bytes, "full")
         layout = xxhash.xxh3_128_digest(repr(layouts).encode())
         blocks = SharedBlocks(self.host, layouts, name, layout)
-        options = {"ask": list(ask), "listen": "127.0.0.1:0", "ask_s": 10.0, **settings}
+        here = {"listen": "127.0.0.1:0", "same_machine": "network"}
+        options = {"ask": list(ask), "ask_s": 10.0, **here, **settings}
         connection = ConnectionOptions(dead_after_s=WAIT_S, local=True)
         self.agent = PeerAgent(
             parse_settings(PeerOptions, options, ()),
