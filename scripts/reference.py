@@ -26,7 +26,7 @@ from kvconnect.tiers.backends.disk.folder import DiskOptions
 from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
 from kvconnect.tiers.backends.valkey import ValkeyOptions
-from kvconnect.tiers.peers.options import PeerOptions
+from kvconnect.tiers.peers.peer_options import PeerOptions
 from scripts import headlines, measured
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import msgspec
 
 from kvconnect.config import NetworkConfig
 from kvconnect.doctor import Finding, FindingsReport
 from kvconnect.doctor.transfers import REFUSAL_FIXES
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.host_arena import HostArena
-from kvconnect.protocol.cache_messages import CacheHello, decode
-from kvconnect.tiers.peers.options import PeerOptions
+from kvconnect.protocol.cache_messages import (
+    NONCE_BYTES,
+    Ask,
+    CacheHello,
+    CacheMessage,
+    Found,
+    HostTierAddresses,
+    decode,
+    encode,
+)
 from kvconnect.tiers.peers.peer_agent import ArenaMemory
+from kvconnect.tiers.peers.peer_options import PeerOptions
+from kvconnect.tiers.peers.same_machine import SourceMemory, is_this_machine
 from kvconnect.transport import ConnectionOptions, make_transport
-from kvconnect.transport.base import Event, MessageReceived, PeerDown, PeerUp
+from kvconnect.transport.base import (
+    Event,
+    MessageReceived,
+    PeerDown,
+    PeerId,
+    PeerMessage,
+    PeerUp,
+    Transport,
+)
 from kvconnect.transport.security import security_of
 
 _GOOD = "engines with the same settings can read from these workers"
@@ -31,6 +53,11 @@ _ALONE = (
     "use the same weights, types and block size (or page_tokens); workers that keep whole blocks "
     "share with the same rank of other engines"
 )
+_CLOSED = (
+    "run engines as one user in one container, with kernel.yama.ptrace_scope 0; or leave it: their "
+    "blocks come over the network"
+)
+_ANY_KEY = bytes(18)
 
 
 @dataclass
@@ -38,9 +65,12 @@ class _Worker:
     """A worker and what it said."""
 
     address: str
+    host: str
     hello: CacheHello | None = None
     paths: str = ""
     finding: Finding | None = None  # why it cannot be read from
+    nonce: bytes = b""
+    memory: HostTierAddresses | None = None
 
     def fail(self, value: str, fix: str) -> None:
         if self.hello is None and self.finding is None:
@@ -64,22 +94,31 @@ def examine(
     memory = HostArena(1, mmap.PAGESIZE, "off")
     try:
         transport.register(ArenaMemory(memory))
-        workers = {transport.connect(*each): _Worker(f"{each[0]}:{each[1]}") for each in to_ask}
+        workers = {
+            transport.connect(host, port): _Worker(f"{host}:{port}", host) for host, port in to_ask
+        }
         deadline = time.monotonic() + wait_s
         waiting = set(workers)
         while waiting and (left := deadline - time.monotonic()) > 0:
             for event in transport.poll(left):
-                if event.peer in workers and _ended(workers[event.peer], event):
-                    waiting.discard(event.peer)
+                if event.peer in workers:
+                    say = partial(_say, transport, event.peer)
+                    if _ended(workers[event.peer], event, say):
+                        waiting.discard(event.peer)
         for peer in waiting:
             workers[peer].fail(f"no answer within {wait_s:g} s", _SILENT)
+        findings = tuple(_findings(list(workers.values()), memory))
     finally:
         transport.close()
         memory.close()
-    return FindingsReport(tuple(_findings(list(workers.values()))), _GOOD, _BAD)
+    return FindingsReport(findings, _GOOD, _BAD)
 
 
-def _ended(worker: _Worker, event: Event) -> bool:
+def _say(transport: Transport, peer: PeerId, message: CacheMessage) -> None:
+    transport.submit(PeerMessage(peer, encode(message)))
+
+
+def _ended(worker: _Worker, event: Event, say: Callable[[CacheMessage], None]) -> bool:
     """Take an event; return whether no more is to be waited for."""
     if isinstance(event, PeerUp):
         worker.paths = "+".join(event.paths)
@@ -91,15 +130,27 @@ def _ended(worker: _Worker, event: Event) -> bool:
         return False
     try:
         message = decode(event.payload)
+        if isinstance(message, HostTierAddresses):
+            worker.memory = message
+            return False
+        if worker.hello is not None and isinstance(message, Found):
+            return True
         if not isinstance(message, CacheHello):
             raise ProtocolError(f"{type(message).__name__} before its hello")
         worker.hello = message
     except ProtocolError as error:
         worker.fail(str(error), "use the port of cache_peers, and a kvconnect of the same version")
-    return True
+        return True
+    if not is_this_machine(worker.host):
+        return True
+    # As an engine with the same blocks, it is told of the memory before its question is answered.
+    worker.nonce = os.urandom(NONCE_BYTES)
+    say(msgspec.structs.replace(message, engine=os.urandom(16), nonce=worker.nonce))
+    say(Ask(1, [_ANY_KEY]))
+    return False
 
 
-def _findings(workers: Sequence[_Worker]) -> list[Finding]:
+def _findings(workers: Sequence[_Worker], here: HostArena) -> list[Finding]:
     """Return one line per worker; those that share with nobody here get a warning."""
     alike = Counter(worker.hello.format for worker in workers if worker.hello)
     several = sum(alike.values()) > 1
@@ -113,6 +164,15 @@ def _findings(workers: Sequence[_Worker]) -> list[Finding]:
         if several and alike[form] == 1:
             value += ", which nobody else here keeps"
             findings.append(Finding(worker.address, "warn", value, _ALONE))
-        else:
+            continue
+        if worker.memory is None:
             findings.append(Finding(worker.address, "ok", value))
+            continue
+        try:
+            SourceMemory(worker.memory, worker.nonce, here)
+        except OSError as error:
+            value += f"; its memory cannot be read: {error.strerror}"
+            findings.append(Finding(worker.address, "warn", value, _CLOSED))
+        else:
+            findings.append(Finding(worker.address, "ok", f"{value}; its memory can be read"))
     return findings

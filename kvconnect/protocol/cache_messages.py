@@ -10,11 +10,11 @@ all its sources at once, and reads from those that answered::
       | <---------------- Sent(fetch=2, outcomes)   they are handed to the network
       Stop(fetch=2) ------------------------> |   the reader does not wait any longer
 
-A source on the same machine answers the hello with :class:`HostMemory`. Its answers have the places
-of blocks then, and the reader copies them itself (:mod:`kvconnect.tiers.peers.same_machine`)::
+A source on the same machine answers the hello with :class:`HostTierAddresses`. Its answers have the
+places of blocks then, which the reader copies itself (:mod:`kvconnect.tiers.peers.same_machine`)::
 
       CacheHello(nonce) --------------------> |
-      | <------------------------- HostMemory
+      | <------------------ HostTierAddresses
       Ask(ask=1, keys) ---------------------> |
       | <----------- Found(ask=1, found, places)
 
@@ -88,7 +88,7 @@ class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
     nonce: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
 
 
-class HostMemory(msgspec.Struct, tag="memory"):
+class HostTierAddresses(msgspec.Struct, tag="addresses"):
     """Source: where this process has its host tier, for a reader on the same machine.
 
     Attributes:
@@ -150,7 +150,7 @@ class Stop(msgspec.Struct, tag="stop"):
     fetch: ReadId
 
 
-CacheMessage = CacheHello | HostMemory | Ask | Found | Fetch | Sent | Stop
+CacheMessage = CacheHello | HostTierAddresses | Ask | Found | Fetch | Sent | Stop
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[CacheMessage] = msgspec.msgpack.Decoder(CacheMessage)

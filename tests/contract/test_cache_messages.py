@@ -21,7 +21,7 @@ from kvconnect.protocol.cache_messages import (
     CacheMessage,
     Fetch,
     Found,
-    HostMemory,
+    HostTierAddresses,
     Place,
     Sent,
     Stop,
@@ -39,7 +39,7 @@ HIGHEST_ID = PROBE_READ_ID - 1
 SHORT, LONG = bytes(18), bytes(81)  # keys
 UNITS = {0: 4096, WHOLE - 1: 1 << 40}
 HELLO = CacheHello(engine=bytes(16), format=b"f", layout=b"l" * 64, groups=[UNITS, {7: 1}])
-MEMORY = HostMemory(1, 0, (1 << 62) - 1, 1, 4096)
+MEMORY = HostTierAddresses(1, 0, (1 << 62) - 1, 1, 4096)
 HIGHEST_PLACE = Place((1 << 32) - 1, (1 << 64) - 1, (1 << 64) - 1)
 MESSAGES: list[CacheMessage] = [
     HELLO,

@@ -80,7 +80,7 @@ CACHE_MESSAGES: list[cache_messages.CacheMessage] = [
     cache_messages.CacheHello(
         engine=bytes(16), format=b"format", layout=b"layout", groups=[{0: 4096, 1: 4096}]
     ),
-    cache_messages.HostMemory(pid=1, nonce=4096, slots=8192, slot_bytes=4096, versions=64),
+    cache_messages.HostTierAddresses(pid=1, nonce=4096, slots=8192, slot_bytes=4096, versions=64),
     cache_messages.Ask(1, KEYS),
     cache_messages.Found(1, bytes([1, 0]), [cache_messages.Place(1, 2, 3)]),
     cache_messages.Fetch(2, 0, [0, 1], KEYS),

@@ -29,8 +29,8 @@ from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
 from kvconnect.tiers.backends.base import parse_settings
-from kvconnect.tiers.peers.options import PeerOptions
 from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
+from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier

@@ -37,8 +37,8 @@ from kvconnect.tiers.backends.base import parse_settings
 from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
 from kvconnect.tiers.messages import RemovalAnswer, TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
-from kvconnect.tiers.peers.options import PeerOptions
 from kvconnect.tiers.peers.pages import pages_per_block
+from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.removals import DroppedBlock, Removals, absent
 from kvconnect.types import Tier
 

@@ -49,7 +49,6 @@ class ConnectorWorker:
         self._kv_cache_config = kv_cache_config
         self._config = config
         _worker_share(vllm_config, config)  # raises before the model is loaded
-        self._keeps_prefix = keeps_prefix(translate.cache_groups(kv_cache_config))
         self._stats = KVConnectStats()
         self._reports = StepReports()
         self._step = StepInstructions()  # the last one
@@ -187,6 +186,7 @@ class ConnectorWorker:
         """
         finished: set[str] = set()
         failed: set[str] = set()
+        cache = self._kv_cache_config
         waited = self._tier.executor.sync.finish() if self._tier else 0.0
         if waited and self._vllm_config.parallel_config.rank == 0:
             self._stats.observe("load_exposed_seconds", waited, label=Tier.HOST.value)
@@ -195,7 +195,7 @@ class ConnectorWorker:
             if done.nbytes:
                 self._stats.record_transfer(done.kind.value, done.nbytes, done.seconds)
             if isinstance(done.job, LoadBlocks):
-                self._add_failures(done.job.req_id, done.report, failed)
+                _add_failures(cache, done.job.req_id, done.report, self._errors, failed)
                 if not done.job.sync:
                     finished.add(done.job.req_id)
         if self._step.idle:
@@ -208,7 +208,7 @@ class ConnectorWorker:
             self._reports.notices += notices
             for report, job in arrived:
                 self._reports.arrivals.append(report)
-                self._add_failures(job.req_id, report, failed)
+                _add_failures(cache, job.req_id, report, self._errors, failed)
                 finished.add(job.req_id)
         return finished, failed
 
@@ -249,11 +249,17 @@ class ConnectorWorker:
         if self._agent is not None:
             self._agent.news = self._news
 
-    def _add_failures(self, req_id: str, report: JobReport, failed: set[str]) -> None:
-        if report.failures and self._keeps_prefix:
-            self._errors.update(failure.block_id for failure in report.failures)
-        elif report.failures:
-            failed.add(req_id)
+
+def _add_failures(
+    cache: KVCacheConfig, req_id: str, report: JobReport, errors: set[int], failed: set[str]
+) -> None:
+    """Note the device blocks that could not be loaded, or that their request must start over."""
+    if not report.failures:
+        return
+    if keeps_prefix(translate.cache_groups(cache)):
+        errors.update(failure.block_id for failure in report.failures)
+    else:
+        failed.add(req_id)
 
 
 def _worker_share(vllm_config: VllmConfig, config: Config) -> int:

@@ -25,7 +25,7 @@ from kvconnect.protocol.cache_messages import (
     CacheHello,
     CacheMessage,
     Found,
-    HostMemory,
+    HostTierAddresses,
     Sent,
     decode,
     encode,
@@ -37,8 +37,8 @@ from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.peers.asking import Holders, Questions
 from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads
-from kvconnect.tiers.peers.options import PeerOptions
-from kvconnect.tiers.peers.same_machine import SourceMemory, is_this_machine
+from kvconnect.tiers.peers.peer_options import PeerOptions
+from kvconnect.tiers.peers.same_machine import MemoryAccess, SourceMemory, is_this_machine
 from kvconnect.tiers.peers.served import ServedBlocks
 from kvconnect.tiers.peers.serving import GroupUnits, SendLimit, Serving
 from kvconnect.tiers.peers.sources import CacheSources
@@ -147,10 +147,9 @@ class PeerAgent:
         clock = time.monotonic
         self._transport = transport
         self._nixl = nixl
-        self._host = host
         whole = all(len(pages) == 1 for pages in groups)  # whose digests are those of slots
-        self._reads_memory = whole and options.same_machine == "memory"
-        self._tells_memory = self._reads_memory and not options.serve_rate
+        copies = whole and options.same_machine == "memory"
+        self._access = MemoryAccess(host, copies, copies and not options.serve_rate)
         self._hello = CacheHello(
             engine=os.urandom(16),
             format=blocks.fingerprint,
@@ -222,7 +221,7 @@ class PeerAgent:
         if isinstance(event, PeerUp):
             path = "nixl" if self._nixl and "nixl" in event.paths else "tcp"
             host = event.address.rpartition(":")[0].strip("[]")
-            copies = self._reads_memory and not event.inbound and is_this_machine(host)
+            copies = self._access.reads and not event.inbound and is_this_machine(host)
             nonce = os.urandom(NONCE_BYTES) if copies else b""
             self._peers[event.peer] = _Connection(event.inbound, host, path, nonce)
             hello = msgspec.structs.replace(self._hello, nonce=nonce)
@@ -253,7 +252,7 @@ class PeerAgent:
             self.reader.questions.on_found(peer, message)
         elif isinstance(message, Sent):
             self.reader.reads.on_sent(peer, message)
-        elif isinstance(message, HostMemory) and connection.nonce:
+        elif isinstance(message, HostTierAddresses) and connection.nonce:
             self._on_memory(peer, connection.nonce, message)
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
@@ -274,15 +273,15 @@ class PeerAgent:
             same = hello.layout == self._hello.layout
             if address is not None:
                 self.reader.sources.add(peer, connection.path, hello, same)
-            elif self._tells_memory and same and hello.nonce and is_this_machine(connection.host):
+            elif self._access.gives and same and hello.nonce and is_this_machine(connection.host):
                 self._serving.tell_memory(peer, hello.nonce)
             connection.agreed = True
         self._dialler.answered(peer)
 
-    def _on_memory(self, peer: PeerId, nonce: bytes, told: HostMemory) -> None:
+    def _on_memory(self, peer: PeerId, nonce: bytes, told: HostTierAddresses) -> None:
         """Read a source's blocks from its memory from now on, if the system lets this process."""
         try:
-            memory = SourceMemory(told, nonce, self._host)
+            memory = SourceMemory(told, nonce, self._access.host)
         except OSError as error:
             text = "the memory of the engine at %s cannot be read, so the network is used: %s"
             logger.info(text, self._dialler.address(peer), error)

@@ -21,16 +21,25 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
+from typing import NamedTuple
 
 from kvconnect.bounded import remember
 from kvconnect.offload.host_arena import HostArena
-from kvconnect.protocol.cache_messages import NONCE_BYTES, HostMemory, Place
+from kvconnect.protocol.cache_messages import NONCE_BYTES, HostTierAddresses, Place
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.transport.base import PeerId
 
 _MOST_RUNS = 512  # of one call; the kernel takes 1024
 _MOST_REMEMBERED = 1 << 16
 _VERSION_BYTES = 8
+
+
+class MemoryAccess(NamedTuple):
+    """This worker's host tier; whether it reads the memory of others, and others that of it."""
+
+    host: HostArena
+    reads: bool
+    gives: bool
 
 
 class OwnMemory:
@@ -41,11 +50,11 @@ class OwnMemory:
         self._served = served
         self._nonces: dict[PeerId, ctypes.Array[ctypes.c_char]] = {}
 
-    def tell(self, peer: PeerId, nonce: bytes) -> HostMemory:
+    def tell(self, peer: PeerId, nonce: bytes) -> HostTierAddresses:
         """Return where everything is. The nonce shows that it is there, until the reader is gone
         or this object is closed."""
         shown = self._nonces[peer] = ctypes.create_string_buffer(nonce, NONCE_BYTES)
-        return HostMemory(
+        return HostTierAddresses(
             pid=os.getpid(),
             nonce=ctypes.addressof(shown),
             slots=self._host.address,
@@ -78,7 +87,7 @@ class SourceMemory:
         OSError: it cannot be read, or it is not the source's.
     """
 
-    def __init__(self, told: HostMemory, nonce: bytes, host: HostArena) -> None:
+    def __init__(self, told: HostTierAddresses, nonce: bytes, host: HostArena) -> None:
         self._told = told
         self._nonce = nonce
         self._host = host

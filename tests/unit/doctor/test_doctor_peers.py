@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import secrets
@@ -17,6 +18,7 @@ from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.config import Config
 from kvconnect.doctor import Finding, cache_peers
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.tiers.peers import same_machine
 from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
 
 
@@ -33,11 +35,11 @@ class Workers:
         path.chmod(0o600)
         return str(path)
 
-    def start(self, form: bytes = b"a format") -> str:
+    def start(self, form: bytes = b"a format", **settings: str) -> str:
         host = HostArena(1, mmap.PAGESIZE, "off")
         self._stack.callback(host.close)
         units = [[(HeadUnit(0, ((0, mmap.PAGESIZE),)),)]]
-        peers = {"listen": "127.0.0.1:0"}
+        peers = {"listen": "127.0.0.1:0", **settings}
         config = Config().replace(cache_peers=peers, key_file=self.key_file)
         agent = start_agent(config, SharedBlocks(host, units, form, b"layout"), 0)
         self._stack.callback(agent.close)
@@ -69,6 +71,24 @@ def test_a_worker_with_other_blocks_than_the_rest(workers: Workers) -> None:
     assert "nobody else" in found[2].value and "same weights" in found[2].fix
     (alone,) = workers.ask(addresses[2])  # the control: nobody to compare it with
     assert alone.status == "ok"
+
+
+def test_whether_memory_can_be_read(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    address, other = workers.start(), workers.start(same_machine="network")
+    memory, network = workers.ask(address, other)
+    assert memory.value.endswith("; its memory can be read")
+    assert "its memory" not in network.value
+
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(same_machine, "read_process", refused)
+    (found,) = workers.ask(address)
+    assert (found.status, found.value.rpartition("; ")[2]) == (
+        "warn",
+        "its memory cannot be read: not permitted",
+    )
+    assert "ptrace_scope" in found.fix
 
 
 def test_another_key(workers: Workers) -> None:

@@ -17,8 +17,8 @@ from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import parse_settings
-from kvconnect.tiers.peers.options import PeerOptions
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
+from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 

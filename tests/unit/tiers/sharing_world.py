@@ -41,8 +41,8 @@ from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.messages import TierInstructions
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers import peer_agent, serving, sources
-from kvconnect.tiers.peers.options import PeerOptions
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
+from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.base import (

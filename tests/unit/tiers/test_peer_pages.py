@@ -26,8 +26,8 @@ from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers.fetching import Reads, Wanted
-from kvconnect.tiers.peers.options import PeerOptions
 from kvconnect.tiers.peers.pages import PageKeys, pages_per_block
+from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import GroupUnits, SendLimit, Serving
 from kvconnect.tiers.peers.sources import CacheSources

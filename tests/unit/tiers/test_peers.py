@@ -50,7 +50,7 @@ from kvconnect.tiers.peers import dialling
 from kvconnect.tiers.peers.asking import Questions
 from kvconnect.tiers.peers.dialling import IDLE_S, MOST_NAMED, Dialler
 from kvconnect.tiers.peers.fetching import Reads, Wanted
-from kvconnect.tiers.peers.options import PeerOptions
+from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import MOST_BYTES, GroupUnits, SendLimit, Serving
 from kvconnect.tiers.peers.sources import LATE_ANSWERS, CacheSources
