@@ -36,10 +36,13 @@ HOST = "32MiB"
 HALF = COUNT // 2
 
 
-def shares(port: int, *ask: int, page_tokens: int = 0, **extra: Any) -> str:
+def shares(
+    port: int, *ask: int, page_tokens: int = 0, same_machine: str = "memory", **extra: Any
+) -> str:
     """Settings of an engine that serves at ``port`` and asks the engines at other ports."""
     peers = {
         "page_tokens": page_tokens,
+        "same_machine": same_machine,
         "listen": f"127.0.0.1:{port}",
         "ask": [f"127.0.0.1:{other}" for other in ask],
         "ask_s": 5.0,  # engines on CPUs answer when they get to it
@@ -76,13 +79,15 @@ def test_a_prompt_that_another_engine_has() -> None:
             assert_nothing_leaks(reader)
 
 
-def test_tenants_share_with_themselves_alone() -> None:
-    """Equal prompts under other salts are computed; under the same salt they are read."""
+@pytest.mark.parametrize("way", ["memory", "network"])
+def test_tenants_share_with_themselves_alone(way: str) -> None:
+    """Equal prompts under other salts are computed; under the same salt they are read: from the
+    source's memory, or over the network."""
     first, second = free_port(), free_port()
     mine, plain = prompts()[:2]
     with (
         Server("llama", shares(first)) as source,
-        Server("llama", shares(second, first)) as reader,
+        Server("llama", shares(second, first, same_machine=way)) as reader,
     ):
         want = source.complete(mine, NEW, cache_salt="a").tokens
         source.complete(plain, NEW)
@@ -94,6 +99,11 @@ def test_tenants_share_with_themselves_alone() -> None:
         assert (shared.tokens, shared.cached) == (want, FULL)
         assert hits(reader, "peer") == FULL
         assert reader.complete(plain, NEW).cached == FULL
+        source.complete([5] * 8, 2)  # an engine at rest tells no new numbers
+        source.settle()
+        sent = moved(source, "CPU_to_PEER")
+        assert moved(reader, "PEER_to_CPU") > 0
+        assert sent == (moved(reader, "PEER_to_CPU") if way == "network" else 0)
         assert_nothing_leaks(source)
         assert_nothing_leaks(reader)
 
