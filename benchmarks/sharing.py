@@ -2,19 +2,23 @@
 
     python -m benchmarks.sharing [--rounds N] [--requests N]
 
-Five servers with the same model (float32), one compute thread each; those that are not asked are
+Six servers with the same model (float32), one compute thread each; those that are not asked are
 stopped (SIGSTOP). ``plain`` has no connector, ``host`` its own host tier only. ``source`` and
-``reader`` share and load whatever there is; ``rule`` reads from ``source`` what the cost rule says.
+``reader`` share and load whatever there is. ``reader`` copies from ``source``'s memory, as engines
+on one machine do; ``network`` reads over TCP, as those on two machines do. ``rule`` reads from
+``source`` what the cost rule says.
 
 ``ttft_peer_over_recompute_2k``, ``ttft_peer_over_host_2k``: TTFT of ``reader`` on a prompt of 2k
 tokens that ``source`` has, over that of ``plain`` on a new one, and over that of ``host`` on one in
 its own host memory, with ``source`` awake beside it; ``ttft_peer_over_host_alone_2k``: with
-``host`` alone on the machine. ``server_slowdown``: 99th percentile of the time between ``source``'s
-tokens while ``reader`` reads prompts from it, over that while ``host`` loads them from its own
-memory; ``late_loads``: the share of these prompts that ``reader`` computed, since ``source`` took
-too long. ``trace_hit_over_shared_ideal``: requests of the Mooncake trace, one after the other, to
-``source`` or ``reader`` at random; prompt tokens that were not computed, over those that one cache
-as big as both host tiers could have had. ``trace_control``: the same where they do not share.
+``host`` alone on the machine; ``ttft_network_over_host_2k``: that of ``network``.
+``server_slowdown``: 99th percentile of the time between ``source``'s tokens while ``reader`` reads
+prompts from it, over that while ``host`` loads them from its own memory;
+``server_slowdown_network``: while ``network`` does. ``late_loads``: the share of these prompts that
+were computed, since ``source`` took too long. ``trace_hit_over_shared_ideal``: requests of the
+Mooncake trace, one after the other, to ``source`` or ``reader`` at random; prompt tokens that were
+not computed, over those that one cache as big as both host tiers could have had.
+``trace_control``: the same where they do not share.
 ``cost_rule_worst``: ``rule`` over ``plain`` on prompts of which ``source`` has a share, the worst
 share, ``source`` awake in both; ``control_worst`` compares ``plain`` with itself.
 ``prefetch_ttft_over_host``: TTFT of ``rule`` on prompts that the hint ``prefetch`` has brought from
@@ -67,7 +71,7 @@ POLLS_S = 1.3
 
 
 class Fleet:
-    """The five servers, and what came out wrong so far."""
+    """The six servers, and what came out wrong so far."""
 
     def __init__(self) -> None:
         port, other = free_port(), free_port()
@@ -76,16 +80,22 @@ class Fleet:
         source = {"listen": f"127.0.0.1:{port}", "ask": [f"127.0.0.1:{other}"], "ask_s": ASK_S}
         reader = {"listen": f"127.0.0.1:{other}", "ask": [f"127.0.0.1:{port}"], "ask_s": ASK_S}
         rule = {"ask": [f"127.0.0.1:{port}"], "ask_s": ASK_S}
+        network = {**rule, "same_machine": "network"}
         self.plain = engine(None, 1)
         self.host = engine(kv_transfer(**settings), 1)
         self.source = engine(kv_transfer(**always, cache_peers=source), 1)
         self.reader = engine(kv_transfer(**always, cache_peers=reader), 1)
+        self.network = engine(kv_transfer(**always, cache_peers=network), 1)
         self.rule = engine(kv_transfer(**settings, cache_peers=rule), 1)
         self.wrong = self.mismatched = 0
 
     @property
     def servers(self) -> list[Server]:
-        return [self.plain, self.host, self.source, self.reader, self.rule]
+        return [self.plain, self.host, self.source, *self.readers]
+
+    @property
+    def readers(self) -> list[Server]:
+        return [self.reader, self.network, self.rule]
 
     @contextmanager
     def awake(self, *servers: Server) -> Iterator[None]:
@@ -97,7 +107,7 @@ class Fleet:
         deadline = time.monotonic() + CONNECT_S
         for server in servers:
             server.complete([5] * 8, 2)
-            while server in (self.reader, self.rule) and self.source in servers:
+            while server in self.readers and self.source in servers:
                 if server.metric("vllm:kvconnect_tier_available", tier="peer"):
                     break
                 if time.monotonic() > deadline:
@@ -125,7 +135,8 @@ def fill(fleet: Fleet, prompt: list[int]) -> None:
 
 def ttft(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
     """TTFT of prompts that a peer has, that the own host memory has, and that nobody has."""
-    samples: dict[str, list[float]] = {"plain": [], "alone": [], "host": [], "peer": []}
+    names = ("plain", "alone", "host", "peer", "network")
+    samples: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         prompt = new.take(PROMPT)
         fill(fleet, prompt)
@@ -139,7 +150,9 @@ def ttft(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
             seconds["host"], host = fleet.host.stream(prompt, 4)
         with fleet.awake(fleet.source, fleet.reader):
             seconds["peer"], peer = fleet.reader.stream(prompt, 4)
-        for answer in (alone, host, peer):
+        with fleet.awake(fleet.source, fleet.network):
+            seconds["network"], network = fleet.network.stream(prompt, 4)
+        for answer in (alone, host, peer, network):
             if answer.cached != CACHED:
                 raise SystemExit(f"{answer.cached} cached tokens, expected {CACHED}")
             fleet.wrong += answer.tokens != want.tokens
@@ -152,6 +165,7 @@ def ttft(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
         "ttft_peer_over_recompute_2k": middle["peer"] / middle["plain"],
         "ttft_peer_over_host_2k": middle["peer"] / middle["host"],
         "ttft_peer_over_host_alone_2k": middle["peer"] / middle["alone"],
+        "ttft_network_over_host_2k": middle["network"] / middle["host"],
         "ttft_peer_ms": middle["peer"] * 1e3,
     }
 
@@ -165,27 +179,32 @@ def slowdown(fleet: Fleet, new: NewPrompts, rounds: int) -> dict[str, float]:
             for prompt in prompts:
                 server.complete(prompt, 1)
                 server.settle()
-    ratios: list[float] = []
+    ratios: dict[str, list[float]] = {"": [], "_network": []}
     loads, late = 0, 0
     for number in range(rounds):
-        found = {}
-        for server in (fleet.reader, fleet.host)[:: -1 if number % 2 else 1]:
+        found: dict[int, float] = {}
+        for server in (fleet.reader, fleet.host, fleet.network)[:: -1 if number % 2 else 1]:
             with fleet.awake(fleet.source, server), ThreadPoolExecutor(1) as pool:
                 gaps = pool.submit(intervals, fleet.source, new.take(64))
                 for prompt in cycle(prompts):
                     if gaps.done():
                         break
-                    reads = server is fleet.reader
+                    reads = server is not fleet.host
                     # Dropped, so that it reads the prompt again the next time.
                     hint = {"kv_transfer_params": DROP} if reads else {}
                     cached = server.complete(prompt, 1, **hint).cached
                     loads += reads
                     late += reads and cached != CACHED
                 found[server.port] = percentile(gaps.result(), 0.99)
-        read, own = found[fleet.reader.port], found[fleet.host.port]
-        progress(f"p99 between tokens: {read * 1e3:.1f} ms while read from, else {own * 1e3:.1f}")
-        ratios.append(read / own)
-    return {"server_slowdown": statistics.median(ratios), "late_loads": late / loads}
+        own = found[fleet.host.port]
+        for name, server in (("", fleet.reader), ("_network", fleet.network)):
+            ratios[name].append(found[server.port] / own)
+        shown = [f"{found[it.port] * 1e3:.0f}" for it in (fleet.reader, fleet.network, fleet.host)]
+        progress(
+            f"p99 between tokens: {' and '.join(shown[:2])} ms while read from, else {shown[2]}"
+        )
+    slow = {f"server_slowdown{name}": statistics.median(ratios[name]) for name in ratios}
+    return {**slow, "late_loads": late / loads}
 
 
 def intervals(server: Server, prompt: list[int]) -> list[float]:
