@@ -112,6 +112,8 @@ def test_what_a_salt_and_tokens_do_not_identify_is_left_out(special: dict[str, A
     index = told(stored(range(1, 3), **special))
     assert index.held(A, IDS, "alice") == index.held(A, IDS) == NOTHING
     assert not len(index)
+    later = told(stored(range(11, 13)), stored(range(13, 15), extra_keys=[["embeds"], None]))
+    assert later.held(A, IDS).tokens == 8, "only a prompt's first block names a salt"
 
 
 # The admin API and the command --------------------------------------------------------------------
