@@ -196,7 +196,7 @@ def _cache_stats(inspect: ModuleType, arguments: argparse.Namespace) -> int:
         code, text = cache_command.router_stats(arguments)
         print(text)
         return code
-    for flag in ("admin_token_file", "engine"):
+    for flag in cache_command.OF_ROUTER:
         if value := getattr(arguments, flag):
             raise ConfigError(flag.replace("_", "-"), value, "only with the URL of a router")
     parts = inspect.stats(arguments.folder, arguments.model)
@@ -325,9 +325,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         each.add_argument("folder", metavar=metavar, help=text)
         each.add_argument("--json", action="store_true", help="print JSON instead of lines")
         each.set_defaults(run=partial(run_cache, each.error))
-    of_router = "the router's admin token"
-    stats.add_argument("--admin-token-file", default="", metavar="PATH", help=of_router)
-    stats.add_argument("--engine", default="", metavar="URL", help="only this engine of a router")
+    cache_command.add_stats_flags(stats)
     for each in cache_command.add_commands(what):
         each.set_defaults(run=partial(run_cache, each.error))
     for each in (stats, ls, clear):

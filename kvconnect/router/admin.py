@@ -3,8 +3,8 @@
 ``GET /workers`` lists engines. ``POST /workers`` with ``{"role": "prefill", "worker": "URL"}`` adds
 one. ``POST /workers/drain``, ``POST /workers/switch`` (to the other role) and
 ``DELETE /workers`` name an engine by ``role`` and ``url``. ``GET /cache`` reports on the engines'
-caches, ``POST /cache`` controls them (:mod:`kvconnect.router.cache_admin`). Every request needs the
-admin token.
+caches, ``POST /cache/stats`` on a prompt in them, ``POST /cache`` controls them
+(:mod:`kvconnect.router.cache_admin`). Every request needs the admin token.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ def make_admin(
     app.router.add_post("/workers/switch", admin.switch)
     app.router.add_get("/cache", cache.stats)
     app.router.add_post("/cache", cache.apply)
+    app.router.add_post("/cache/stats", cache.find)
     return app
 
 

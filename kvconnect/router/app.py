@@ -120,7 +120,8 @@ class RouterHandlers:
         """Serve the admin API while the application runs."""
         admin = self._options.admin
         limits = self._options.limits
-        cache = CacheAdmin(self._fleet, self._client, self.tenants, limits.timeout_s)
+        indexes = self._services.caches.indexes
+        cache = CacheAdmin(self._fleet, self._client, self.tenants, limits.timeout_s, indexes)
         made = make_admin(self._fleet, self._membership, cache, admin.token, limits.drain_s)
         runner = web.AppRunner(made)
         await runner.setup()

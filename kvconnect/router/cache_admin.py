@@ -4,6 +4,9 @@ hold. Event loop only.
 ``GET /cache`` reports on all engines, or on those that ``model`` or ``url`` in the query name, from
 their metrics (:func:`~kvconnect.router.fleet.cache_reports.cache_stats`).
 
+``POST /cache/stats`` takes a completion or chat request with ``model``, and reports how much of its
+prompt each engine has, from their KV events. ``tokens``, ``api_key`` and ``url`` are as below.
+
 ``POST /cache`` of the admin API takes a completion or chat request, and beside its fields:
 
 - ``hint``: ``prewarm`` (the prompt is computed and stored), ``prefetch``, ``pin``, ``retain``,
@@ -17,21 +20,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import TOKENS, CacheHint, read_hints
 from kvconnect.protocol.options import OPTIONS_KEY, RECEIPT
-from kvconnect.router.body import SALT, read_body
+from kvconnect.router.body import SALT, read_body, token_ids_of
 from kvconnect.router.fleet.cache_reports import cache_stats
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import Tenants
 from kvconnect.router.http.http1 import ConnectionLost, Exhausted, Unreachable, request_head
 from kvconnect.router.http.pool import ConnectionPool
-from kvconnect.router.policy.loads import Engine
+from kvconnect.router.policy.loads import Engine, Role, Target
+from kvconnect.router.policy.prefixes import PrefixIndex
 
 PREWARM = "prewarm"
 CACHE_HINTS = (PREWARM, *(hint.value for hint in CacheHint))
@@ -39,18 +45,31 @@ _TIMED = (CacheHint.PIN.value, CacheHint.RETAIN.value)
 _NO_ANSWER = (ConnectionLost, Exhausted, Unreachable, Refused, asyncio.TimeoutError)
 _REPORT_S = 10.0  # limit of an engine's answer to /metrics
 _SHOWN = 200  # bytes of an engine's error to report
+_ADAPTER = ("extra_key", "lora_path")  # of SGLang's requests
+_FIX = "name it with events=PORT, and give its role the policy cache_aware"
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
 
 
 class CacheAdmin:
-    """Handlers of ``/cache``. ``timeout_s``: limit of each engine's answer to a prompt."""
+    """Handlers of ``/cache``. ``timeout_s``: limit of each engine's answer to a prompt.
+    ``indexes``: blocks by KV events, of the roles with the policy cache_aware."""
 
     def __init__(
-        self, fleet: Fleet, pool: ConnectionPool, tenants: Tenants, timeout_s: float
+        self,
+        fleet: Fleet,
+        pool: ConnectionPool,
+        tenants: Tenants,
+        timeout_s: float,
+        indexes: Mapping[Role, PrefixIndex],
     ) -> None:
         self._fleet = fleet
         self._pool = pool
         self._tenants = tenants
         self._timeout_s = timeout_s
+        self._indexes = indexes
 
     async def apply(self, request: web.Request) -> web.Response:
         """Send a prompt with hints to engines; answer what each rank says.
@@ -87,6 +106,38 @@ class CacheAdmin:
             Refused: no engine has the model or the URL.
         """
         model, url = (request.query.get(name, "") for name in ("model", "url"))
+        engines = self._named(model, url)
+        return web.json_response({"engines": await asyncio.gather(*map(self._report, engines))})
+
+    async def find(self, request: web.Request) -> web.Response:
+        """Report how many tokens of a prompt each rank has, and in which tiers.
+
+        Raises:
+            Refused: a field is missing or wrong, no engine has the model or the URL, none tells
+                what it has, or none tokenizes the prompt.
+        """
+        body = read_body(await request.read())
+        url, most = _taken(body, "url", str, ""), _taken(body, TOKENS, int, None)
+        self._salt(body, _taken(body, "api_key", str, ""))
+        salt = _taken_salt(body)
+        model = body["model"] = _taken(body, "model", str, "")
+        if not model:
+            raise Refused("model", "model: name the one that the prompt is for")
+        if most is not None and most < 1:
+            raise Refused(TOKENS, f"tokens {most}: use 1 or more")
+        engines = self._named(model, url)
+        if not self._fleet.is_base(model) or any(name in body for name in _ADAPTER):
+            fix = f"name a base model, without {' and '.join(_ADAPTER)}"
+            raise Refused("model", f"model {model!r}: the blocks of adapters are unknown: {fix}")
+        if not any(self._tells(one) for one in engines):
+            raise Refused("events", f"events: no engine of {model!r} reports its blocks: {_FIX}")
+        ids = (token_ids_of(body) or await self._tokenized(body, engines))[:most]
+        ranks = ((one, rank) for one in engines for rank in _ranks(one))
+        found = [self._found(one, rank, ids, salt) for one, rank in ranks]
+        return web.json_response({"engines": found})
+
+    def _named(self, model: str, url: str) -> list[Upstream]:
+        """Return the engines of a model and at a URL, each if given. Raises :class:`Refused`."""
         engines = [
             one
             for one in self._fleet.all()
@@ -95,7 +146,39 @@ class CacheAdmin:
         ]
         if not engines and (model or url):
             raise Refused("model", f"model {model!r}, url {url!r}: there is no such engine")
-        return web.json_response({"engines": await asyncio.gather(*map(self._report, engines))})
+        return engines
+
+    def _tells(self, upstream: Upstream) -> bool:
+        return upstream.role in self._indexes and bool(upstream.worker.events)
+
+    def _found(
+        self, upstream: Upstream, rank: int | None, ids: list[int], salt: str
+    ) -> dict[str, Any]:
+        named = {"role": upstream.role.value, "url": upstream.url, "rank": rank}
+        if not upstream.up:
+            return {**named, "error": "it is down"}
+        if not self._tells(upstream):
+            return {**named, "error": f"it does not report its blocks: {_FIX}"}
+        held = self._indexes[upstream.role].held(Target(upstream.index, rank), ids, salt)
+        tiers = {tier.name.lower(): count for tier, count in sorted(held.tiers.items())}
+        return {**named, "prompt_tokens": len(ids), "tokens": held.tokens, "tiers": tiers}
+
+    async def _tokenized(self, body: dict[str, Any], engines: list[Upstream]) -> list[int]:
+        """Return the token ids of a prompt, as one of its engines says. Raises :class:`Refused`."""
+        raw = engine_bodies.encoded(body)
+        why = "no engine is up"
+        for one in engines:
+            if not one.up:
+                continue
+            head = request_head(one.base, "POST", "/tokenize", {}, len(raw))
+            try:
+                status, answer = await self._pool.whole(one.base, head, raw, _REPORT_S)
+                if status == 200:
+                    return msgspec.json.decode(answer, type=_Tokenized).tokens
+                why = f"{one.url} answered {status}: {answer[:_SHOWN].decode(errors='replace')}"
+            except (*_NO_ANSWER, msgspec.DecodeError) as error:
+                why = f"{one.url}: {error or 'no answer'}"
+        raise Refused("prompt", f"prompt: /tokenize gives no token ids of it, so send them: {why}")
 
     async def _report(self, upstream: Upstream) -> dict[str, Any]:
         """Return what an engine's metrics say of its caches, or why they do not."""
@@ -163,6 +246,13 @@ def _taken_hints(body: dict[str, Any]) -> dict[str, Any]:
     if read_hints(hints).ignored:
         raise Refused("hint", f"hint {hints}: use seconds up to a day, and tokens of 1 or more")
     return hints
+
+
+def _taken_salt(body: dict[str, Any]) -> str:
+    """Take the cache salt out of a body: the router's own, or the one sent."""
+    if isinstance(body.get(SALT), str):
+        return str(body.pop(SALT))
+    return _taken(body, SALT, str | None, None) or ""
 
 
 def _taken(body: dict[str, Any], field: str, kind: Any, default: Any) -> Any:

@@ -24,6 +24,9 @@ COMMANDS = {
     CacheHint.PREFETCH.value: "bring a prompt's blocks from secondary tiers to host memory",
 }
 """Command -> its help."""
+OF_ROUTER = ("admin_token_file", "engine", "prompt", "request", "tokens", "api_key_file")
+"""Arguments of ``kvconnect cache stats`` that only a router takes."""
+_TOKENS_HELP = "only the prompt's first tokens"
 _TIMEOUT_S = 900.0  # engines answer within the router's own limit
 _URL = ("http://", "https://")
 
@@ -37,18 +40,31 @@ def add_commands(what: Any) -> list[argparse.ArgumentParser]:
         add("router", metavar="URL", help="of the router's admin API")
         add("--admin-token-file", required=True, metavar="PATH", help="the router's admin token")
         add("--model", required=True, metavar="NAME", help="model that the prompt is for")
-        prompt = parser.add_mutually_exclusive_group(required=True)
-        prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
-        path = "file with a request's fields as JSON, such as messages and tools"
-        prompt.add_argument("--request", metavar="PATH", help=path)
+        _add_prompt_flags(parser, required=True)
         if name in (CacheHint.PIN.value, CacheHint.RETAIN.value):
             add("--seconds", type=float, required=True, metavar="S", help="for how long")
         if name != "prewarm":
-            add("--tokens", type=int, metavar="N", help="only the prompt's first tokens")
-        add("--api-key-file", default="", metavar="PATH", help="API key of the client")
-        add("--engine", default="", metavar="URL", help="only this engine (default: all)")
+            add("--tokens", type=int, metavar="N", help=_TOKENS_HELP)
         added.append(parser)
     return added
+
+
+def add_stats_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``kvconnect cache stats`` that concern a router: ``OF_ROUTER``."""
+    add = parser.add_argument
+    add("--admin-token-file", default="", metavar="PATH", help="the router's admin token")
+    _add_prompt_flags(parser, required=False)
+    add("--tokens", type=int, metavar="N", help=_TOKENS_HELP)
+
+
+def _add_prompt_flags(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    prompt = parser.add_mutually_exclusive_group(required=required)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    path = "file with a request's fields as JSON, such as messages and tools"
+    prompt.add_argument("--request", metavar="PATH", help=path)
+    add = parser.add_argument
+    add("--api-key-file", default="", metavar="PATH", help="API key of the client")
+    add("--engine", default="", metavar="URL", help="only this engine of a router (default: all)")
 
 
 def ask_router(arguments: argparse.Namespace) -> tuple[int, str]:
@@ -57,7 +73,7 @@ def ask_router(arguments: argparse.Namespace) -> tuple[int, str]:
     Raises:
         ConfigError: a file cannot be read, or the router refuses.
     """
-    body = json.dumps(_body(arguments)).encode()
+    body = json.dumps({**_body(arguments), "hint": arguments.what}).encode()
     engines = _engines_of(f"{arguments.router.rstrip('/')}/cache", arguments, body)
     failed = any("error" in engine for engine in engines)
     return int(failed), json.dumps({"engines": engines}, indent=2)
@@ -69,21 +85,28 @@ def is_router(place: str) -> bool:
 
 
 def router_stats(arguments: argparse.Namespace) -> tuple[int, str]:
-    """Ask the router ``arguments.folder`` what caches hold; return the exit code and the text. 1:
-    an engine does not say it.
+    """Ask the router ``arguments.folder`` what caches hold, of a prompt if one is given; return
+    the exit code and the text. 1: an engine does not say it.
 
     Raises:
         ConfigError: a file cannot be read, or the router refuses.
     """
     if not arguments.admin_token_file:
         raise ConfigError("admin-token-file", "", "name the file of the router's admin token")
-    asked = {"model": arguments.model or "", "url": arguments.engine}
-    query = urllib.parse.urlencode({name: value for name, value in asked.items() if value})
-    engines = _engines_of(f"{arguments.folder.rstrip('/')}/cache?{query}", arguments)
+    url, lines = f"{arguments.folder.rstrip('/')}/cache", _lines
+    if arguments.prompt is not None or arguments.request:
+        body = json.dumps(_body(arguments)).encode()
+        engines, lines = _engines_of(f"{url}/stats", arguments, body), _lines_of_prompt
+    elif arguments.api_key_file or arguments.tokens:
+        raise ConfigError("prompt", "", "--api-key-file and --tokens need --prompt or --request")
+    else:
+        asked = {"model": arguments.model or "", "url": arguments.engine}
+        query = urllib.parse.urlencode({name: value for name, value in asked.items() if value})
+        engines = _engines_of(f"{url}?{query}", arguments)
     failed = any("error" in engine for engine in engines)
     if arguments.json:
         return int(failed), json.dumps({"engines": engines}, indent=2)
-    return int(failed), "\n".join(line for engine in engines for line in _lines(engine))
+    return int(failed), "\n".join(line for engine in engines for line in lines(engine))
 
 
 def _engines_of(
@@ -120,7 +143,7 @@ def _body(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError("request", arguments.request, f"use JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError("request", arguments.request, "use a JSON object")
-    fields |= {"model": arguments.model, "hint": arguments.what}
+    fields["model"] = arguments.model or ""
     if arguments.api_key_file:
         fields["api_key"] = _text("api-key-file", arguments.api_key_file)
     more = {"seconds": "seconds", "tokens": "tokens", "url": "engine"}
@@ -153,6 +176,16 @@ def _lines(engine: Mapping[str, Any]) -> Iterator[str]:
     for name, text in rows.items():
         if text:
             yield _plain(f"    {name:<14}  {text}")
+
+
+def _lines_of_prompt(engine: Mapping[str, Any]) -> Iterator[str]:
+    rank = "" if engine["rank"] is None else f"  rank {engine['rank']}"
+    if "error" in engine:
+        said = engine["error"]
+    else:
+        said = f"{engine['tokens']} of {engine['prompt_tokens']} tokens"
+        said = ": ".join(filter(None, (said, _counts(engine["tiers"]))))
+    yield _plain(f"{engine['role']}  {engine['url']}{rank}  {said}")
 
 
 def _host(host: Mapping[str, float]) -> str:

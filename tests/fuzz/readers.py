@@ -108,38 +108,45 @@ def hinted(options: object) -> bool:
 
 @functools.cache
 def _admin() -> tuple[CacheAdmin, asyncio.AbstractEventLoop]:
-    """The handler of ``POST /cache``, with one engine that answers."""
+    """The handlers of ``/cache``, with one engine that answers."""
     engine = SimpleNamespace(
         up=True,
         url="http://a:1",
         base=http1.BaseUrl.of("http://a:1"),
-        role=SimpleNamespace(value="prefill"),
-        worker=SimpleNamespace(engine=engines.Engine.VLLM),
+        role=engines.Role.PREFILL,
+        index=0,
+        worker=SimpleNamespace(engine=engines.Engine.VLLM, events=1),
         info=SimpleNamespace(models={"tiny"}),
         loads=SimpleNamespace(own=[0]),
     )
 
     async def whole(base: object, head: bytes, raw: bytes, timeout_s: float) -> tuple[int, bytes]:
         asked = json.loads(raw)
+        if head.startswith(b"POST /tokenize "):
+            return 200, b'{"tokens": [1, 2]}'
         assert (asked["model"], asked["max_tokens"], asked["stream"]) == ("tiny", 1, False)
         options = asked["kv_transfer_params"]["kvconnect"]
         assert hinted(options) or set(options) == {"receipt"}
         return 200, b'{"kv_transfer_params": {"kvconnect": {"hints": {}}}}'
 
-    fleet: Any = SimpleNamespace(all=lambda: [engine])
+    fleet: Any = SimpleNamespace(all=lambda: [engine], is_base=lambda model: True)
     pool: Any = SimpleNamespace(whole=whole)
     tenants = Tenants(("key",), isolate=True)
-    return CacheAdmin(fleet, pool, tenants, 1.0), asyncio.new_event_loop()
+    indexes = {engines.Role.PREFILL: PrefixIndex()}
+    return CacheAdmin(fleet, pool, tenants, 1.0, indexes), asyncio.new_event_loop()
 
 
 def cache_body(data: bytes) -> bool:
-    """What an operator's ``POST /cache`` holds; return whether the engine was asked."""
+    """What an operator's ``POST /cache`` holds, or ``POST /cache/stats``; return whether the engine
+    was asked to do something."""
     admin, loop = _admin()
 
     async def read() -> bytes:
         return data
 
     request: Any = SimpleNamespace(read=read)
+    with contextlib.suppress(Refused):
+        loop.run_until_complete(admin.find(request))
     try:
         answer = loop.run_until_complete(admin.apply(request))
     except Refused:

@@ -57,10 +57,14 @@ class _BlockStored(msgspec.Struct):
     cache_salt: str | None = None
 
     @property
-    def plain(self) -> bool:
-        """Whether the blocks are identified by their tokens alone."""
-        named = (self.lora_id, self.lora_name, self.cache_salt)
-        return all(name is None for name in named) and not any(self.extra_keys or ())
+    def salt(self) -> str | None:
+        """Salt of the prompt, "" without one; None: its tokens and a salt do not identify it."""
+        salt, keys = self.cache_salt or "", self.extra_keys or []
+        match keys[:1]:
+            case [[str(first)]] if self.parent_block_hash is None:
+                salt, keys = first, keys[1:]  # vLLM names the salt with a prompt's first block
+        adapter = self.lora_id is not None or self.lora_name is not None
+        return None if adapter or any(keys) else salt
 
 
 class _BlockRemoved(msgspec.Struct):
@@ -162,8 +166,8 @@ class RankEvents:
                 continue
             elif isinstance(event, _BlockRemoved):
                 self._index.removed(self._target, event.block_hashes, _tier(event))
-            elif event.plain:
-                self._index.stored(self._target, _stored(event))
+            elif event.salt is not None:
+                self._index.stored(self._target, _stored(event, event.salt))
 
     def _is_partial(self, event: _Event) -> bool:
         """Whether blocks belong to a layer group without full attention. Such blocks have the same
@@ -222,10 +226,10 @@ def _kind_of(event: Raw) -> tuple[str, int]:
     return "", 0
 
 
-def _stored(event: _BlockStored) -> StoredBlocks:
+def _stored(event: _BlockStored, salt: str) -> StoredBlocks:
     tokens = [token[0] if isinstance(token, list) else token for token in event.token_ids]
     hashes, parent = event.block_hashes, event.parent_block_hash
-    return StoredBlocks(hashes, parent, tokens, event.block_size, _tier(event))
+    return StoredBlocks(hashes, parent, tokens, event.block_size, _tier(event), salt)
 
 
 def _tier(event: _Event) -> CacheTier:

@@ -2,13 +2,13 @@
 
 Engines hash blocks in different ways, so the index names a block by its tokens and those before
 it: equal in all engines with the same block size. A block is kept while any tier of its target
-holds it. Blocks of adapters, images and salted prompts are left out, because a request's tokens do
-not identify them.
+holds it. Blocks of salted prompts have names of their own. Those of adapters and images are left
+out, because a request's tokens do not identify them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -85,6 +85,7 @@ class StoredBlocks(NamedTuple):
     Attributes:
         parent: hash of the preceding block; None at a prompt's start.
         tokens: of all blocks together; empty when an engine only moves blocks between tiers.
+        salt: of the prompt; "" without one.
     """
 
     hashes: Sequence[EngineHash]
@@ -92,6 +93,14 @@ class StoredBlocks(NamedTuple):
     tokens: Sequence[int]
     block_size: int
     tier: CacheTier
+    salt: str = ""
+
+
+class HeldTokens(NamedTuple):
+    """First tokens of a prompt that a target has, and how many of them each of its tiers has."""
+
+    tokens: int
+    tiers: Mapping[CacheTier, int]
 
 
 class PrefixIndex:
@@ -127,7 +136,7 @@ class PrefixIndex:
         if size not in blocks.sizes and len(blocks.sizes) >= MOST_SIZES:
             return
         if event.parent is None:
-            before = size  # blocks of different sizes get different names
+            before = _root(size, event.salt)
         elif event.parent in blocks.names:
             before = blocks.names[event.parent]
         else:
@@ -178,11 +187,26 @@ class PrefixIndex:
                     found[target] = hit
         return found
 
+    def held(self, target: Target, tokens: Sequence[int], salt: str = "") -> HeldTokens:
+        """Return how much of a prompt a target has, and where. Time: matching blocks."""
+        best, blocks = HeldTokens(0, {}), self._blocks.get(target, TargetBlocks())
+        for size in blocks.sizes:
+            tiers, before, start = Counter[CacheTier](), _root(size, salt), 0
+            while start + size <= len(tokens):
+                before = _block_name(before, tokens[start : start + size])
+                here = self._where.get(before, {}).get(target, 0)
+                if not here:
+                    break
+                tiers.update({tier: size for tier in CacheTier if here >> tier & 1})
+                start += size
+            best = max(best, HeldTokens(start, tiers), key=lambda found: found.tokens)
+        return best
+
     def _match(self, tokens: Sequence[int], size: int) -> dict[Target, CacheHit]:
         ended: dict[Target, CacheHit] = {}
         unread: dict[Target, int] = {}  # tokens before the first one that others cannot read
         going: dict[Target, float] | None = None  # worth so far of targets that have all blocks
-        before, start = size, 0
+        before, start = _root(size), 0
         while start + size <= len(tokens):
             before = _block_name(before, tokens[start : start + size])
             here = self._where.get(before)
@@ -233,6 +257,11 @@ class PrefixIndex:
             here.pop(target, None)
             if not here:
                 del self._where[name]
+
+
+def _root(size: int, salt: str = "") -> BlockName:
+    """Return what precedes a prompt's first block: other sizes and salts get other names."""
+    return hash((size, salt)) if salt else size
 
 
 def _block_name(before: BlockName, tokens: Sequence[int]) -> BlockName:
