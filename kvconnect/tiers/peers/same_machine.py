@@ -70,13 +70,15 @@ class OwnMemory:
         return [Place(it.slot, it.version, known(it.slot)) for it in blocks if it is not None]
 
     def forget(self, peer: PeerId) -> None:
-        """A reader is gone."""
-        self._nonces.pop(peer, None)
+        """A reader is gone. If it does not know yet, it uses nothing that it reads after this."""
+        shown = self._nonces.pop(peer, None)
+        if shown is not None:
+            shown.raw = bytes(NONCE_BYTES)  # memory that is freed keeps its bytes for a while
 
     def close(self) -> None:
         """The slots will be freed: what is read after this is not used."""
-        for shown in self._nonces.values():
-            shown.raw = bytes(NONCE_BYTES)
+        for peer in list(self._nonces):
+            self.forget(peer)
 
 
 class SourceMemory:

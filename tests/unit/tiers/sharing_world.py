@@ -7,15 +7,18 @@ until it waits for something; then another one may. So every order of events can
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
+import os
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -28,6 +31,7 @@ from kvconnect.config import DigestMode
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, READY, HostIndex
+from kvconnect.protocol.cache_messages import NONCE_BYTES, HostTierAddresses, Place
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import (
     LookupRequest,
@@ -40,10 +44,11 @@ from kvconnect.tiers import (
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.messages import TierInstructions
 from kvconnect.tiers.offers import Offers
-from kvconnect.tiers.peers import peer_agent, serving, sources
+from kvconnect.tiers.peers import peer_agent, same_machine, serving, sources
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
 from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.same_machine import OwnMemory, SourceMemory
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.base import (
     Disconnect,
@@ -69,7 +74,7 @@ HALF = BLOCK // 2
 SLOTS, BLOCKS, TOKENS = 4, 3, 4
 """Slots of an engine, blocks of a prompt, tokens of a block."""
 ASK_S, WAIT_S, DEADLINE_S, STALL_S = 0.5, 2.0, 2.0, 3.0
-FIRST_PORT = 7900
+HERE, FIRST_PORT = "127.0.0.1", 7900
 WHOLE = [[[HeadUnit(0, ((0, HALF),)), HeadUnit(1, ((HALF, HALF),))]]]
 SWAPPED = [[[HeadUnit(0, ((HALF, HALF),)), HeadUnit(1, ((0, HALF),))]]]
 """The same heads, in another order in the slot."""
@@ -191,6 +196,12 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiered_store, "make", make)
     monkeypatch.setattr(tiered_store, "failed", lambda *what: World.played.errors.append(what[-1]))
     monkeypatch.setattr(serving, "MOST_BYTES", 2 * BLOCK)  # so that sources are busy at times
+    process = SimpleNamespace(getpid=lambda: World.played.acting.pid)
+    monkeypatch.setattr(same_machine, "os", process)
+    monkeypatch.setattr(same_machine, "read_process", read_process)
+    monkeypatch.setattr(serving, "OwnMemory", Shown)
+    monkeypatch.setattr(peer_agent, "SourceMemory", Copied)
+    monkeypatch.setattr(peer_agent, "is_this_machine", lambda host: host == HERE)
 
 
 # The network --------------------------------------------------------------------------------------
@@ -313,6 +324,67 @@ def runs(host: HostArena, unit: Unit, slot: int) -> Iterator[memoryview]:
         yield host.view(slot)[offset : offset + length]
 
 
+# The memory of other engines ----------------------------------------------------------------------
+
+
+NO_NONCE = ctypes.create_string_buffer(NONCE_BYTES)
+"""What another process has where one showed a nonce."""
+
+
+class Shown(OwnMemory):
+    """What this engine's process shows to others. It stays where it is when it is freed, and so do
+    its bytes, as in a real process for a while."""
+
+    def tell(self, peer: PeerId, nonce: bytes) -> HostTierAddresses:
+        told = super().tell(peer, nonce)
+        World.played.acting.nonces.append(self._nonces[peer])
+        return told
+
+
+class Copied(SourceMemory):
+    """Notes what is being copied, and sees that it was not dropped before."""
+
+    def __init__(self, told: HostTierAddresses, nonce: bytes, host: HostArena) -> None:
+        self._keys: dict[Place, bytes] = {}
+        self._world = World.played
+        super().__init__(told, nonce, host)
+        self._source = self._world.process(told.pid)
+
+    def learn(self, key: bytes, place: Place) -> None:
+        self._keys[place] = key
+        super().learn(key, place)
+
+    def read(self, blocks: Sequence[tuple[Place, int]], nbytes: int) -> list[bool]:
+        seen, source = self._world.seen, self._source
+        gone, slots = set(source.gone), [place.slot for place, _ in blocks]
+        source.copied.update(slots)
+        try:
+            right = super().read(blocks, nbytes)
+        except OSError:
+            seen["memory that is not there"] += 1
+            raise
+        finally:
+            source.copied.subtract(slots)
+        for (place, _), good in zip(blocks, right, strict=True):
+            assert not good or self._keys[place] not in gone, "a dropped block is copied"
+            seen["copied from memory" if good else "another block in memory"] += 1
+        return right
+
+
+def read_process(pid: int, runs: Sequence[tuple[int, int, int]]) -> None:
+    """Copy runs of another process's memory, a block in two halves. As with the system call, a
+    process that ends meanwhile is read to the end."""
+    world = World.played
+    world.pause(0.9)
+    process = world.process(pid)
+    for there, here, nbytes in runs:
+        world.note_copied(here, nbytes)
+        for start in range(0, nbytes, HALF):
+            length = min(HALF, nbytes - start)
+            ctypes.memmove(here + start, process.at(there + start, length), length)
+            world.pause(0.9)
+
+
 # Engines ------------------------------------------------------------------------------------------
 
 
@@ -376,10 +448,13 @@ class Asked:
 class Engine:
     """A scheduler with its plan and a worker with its host tier, steps apart."""
 
-    def __init__(self, world: World, place: int, layout: list[list[list[HeadUnit]]]) -> None:
+    def __init__(self, world: World, place: int, before: Engine | None = None) -> None:
+        layout = world.layouts[place]
         self.world, self.place, self.layout = world, place, layout
         self.born = world.started
-        self.alive, self.frozen = True, False
+        self.pid = self.born if before is None else before.pid
+        self.before = before  # whose process number this one has
+        self.alive, self.frozen, self.closed = True, False, False
         self.tasks: list[Task] = []
         self.reading: Counter[int] = Counter()  # slots
         self.reads: dict[int, float] = {}  # since when
@@ -392,14 +467,18 @@ class Engine:
         self.copying: list[Copying] = []
         self.holds: dict[int, bytes] = {}  # slot -> key of what was committed there
         self.gone: set[bytes] = set()  # keys that were dropped and not stored again
+        self.copied: Counter[int] = Counter()  # slots, by others
+        self.nonces: list[ctypes.Array[ctypes.c_char]] = []
         world.acting = self
         self.host = Arena(SLOTS, BLOCK, world.digest)
         self.host.world = world
         self.network = FakeTransport(self)
         blocks = SharedBlocks(self.host, layout, b"format", b"w" if layout is WHOLE else b"s")
-        here = f"127.0.0.1:{FIRST_PORT + place}"
-        everyone = f"127.0.0.1:{FIRST_PORT}-{FIRST_PORT + world.count - 1}"
-        options = PeerOptions(ask=(everyone,), listen=here, ask_s=ASK_S)
+        here = f"{HERE}:{FIRST_PORT + place}"
+        everyone = f"{HERE}:{FIRST_PORT}-{FIRST_PORT + world.count - 1}"
+        options = PeerOptions(
+            ask=(everyone,), listen=here, ask_s=ASK_S, same_machine=world.same_machine
+        )
         self.agent = PeerAgent(options, self.network, blocks, WAIT_S)
         self.store = Store(self.agent, blocks)
         self.store.engine = self
@@ -490,6 +569,8 @@ class Engine:
     def execute(self) -> None:
         self.world.acting = self
         work, stores = self.steps.popleft()
+        if work.withdraw:
+            self.gone.update(self.agent.served._places)
         self.worker.serve(work, [job.slot for job in stores])
         self.worker.submit((*work.lookups, *work.prefetches))
         self.gone.update(work.dropped)
@@ -534,6 +615,25 @@ class Engine:
             self.host.view(slot)[rng.randrange(BLOCK)] ^= 1
             self.rotten.add(slot)
 
+    def at(self, address: int, nbytes: int) -> int:
+        """Return where this process has an address of its own, or of a process that had its number
+        before: both have their memory at the same addresses."""
+        engine: Engine | None = self
+        while engine is not None:
+            for mine, place in zip(self.memory(), engine.memory(), strict=False):
+                if place[0] <= address <= address + nbytes <= sum(place):
+                    return mine[0] + address - place[0]
+            for nonce in engine.nonces:
+                if address == ctypes.addressof(nonce) and nbytes == NONCE_BYTES:
+                    return address if engine is self else ctypes.addressof(NO_NONCE)
+            engine = engine.before
+        raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+    def memory(self) -> list[tuple[int, int]]:
+        """Return where the slots and their versions are, and how many bytes."""
+        versions = self.agent.served.versions_address
+        return [(self.host.address, SLOTS * BLOCK), (versions, 8 * SLOTS)]
+
     @property
     def runs(self) -> bool:
         return self.alive and not self.frozen
@@ -542,6 +642,17 @@ class Engine:
     def busy(self) -> bool:
         """Whether the engine steps."""
         return bool(self.asked or self.plan.busy or self.planned or self.offers.ready)
+
+    @property
+    def told(self) -> bool:
+        """Whether it knows where blocks are in the memory of others."""
+        sources = self.agent.reader.sources._sources.values()
+        return any(source.memory and source.memory._places for source in sources)
+
+    @property
+    def gives(self) -> bool:
+        """Whether it sends blocks, or others copy some."""
+        return bool(self.sending or self.copied.total())
 
     @property
     def sending(self) -> dict[Any, Any]:
@@ -590,10 +701,14 @@ class World:
     played: ClassVar[World]
 
     def __init__(
-        self, layouts: list[list[list[list[HeadUnit]]]], digest: DigestMode, seen: Counter[str]
+        self,
+        layouts: list[list[list[list[HeadUnit]]]],
+        digest: DigestMode,
+        same_machine: Literal["memory", "network"],
+        seen: Counter[str],
     ) -> None:
         World.played = self
-        self.digest = digest
+        self.digest, self.same_machine = digest, same_machine
         self.seen, self.count, self.layouts = seen, len(layouts), layouts
         self.now = 1000.0
         self.slow = False  # nothing moves on the network
@@ -619,14 +734,21 @@ class World:
     def acting(self, engine: Engine) -> None:
         self._acting = engine
 
-    def start(self, place: int) -> Engine:
+    def start(self, place: int, before: Engine | None = None) -> Engine:
         self.started += 1
-        return Engine(self, place, self.layouts[place])
+        return Engine(self, place, before)
 
-    def pause(self) -> None:
+    def process(self, pid: int) -> Engine:
+        """Return the engine of a process; a process that stands still is there."""
+        for engine in self.engines:
+            if engine.pid == pid and (engine.alive or engine.closed):
+                return engine
+        raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+
+    def pause(self, often: float = 0.3) -> None:
         """Let others run in the middle of a thread's work, sometimes."""
         task = Task.running
-        if task is not None and not task.held and self.rng.random() < 0.3:
+        if task is not None and not task.held and self.rng.random() < often:
             task.wait("pause", lambda: True, None)
 
     # What can happen next -----------------------------------------------------------------------
@@ -683,7 +805,8 @@ class World:
         end.other = End(there, there.number(), end.address, inbound=True, other=end)
         there.add(end.other)
         for side in (end, end.other):
-            side.network.events.append(PeerUp(side.peer, side.inbound, "127.0.0.1"))
+            address = f"{HERE}:{end.address[1]}"
+            side.network.events.append(PeerUp(side.peer, side.inbound, address))
 
     def deliver(self, end: End) -> None:
         payload = end.said.popleft()
@@ -767,6 +890,8 @@ class World:
             self.seen["killed while it reads"] += 1
         if engine.sending:
             self.seen["killed while it sends"] += 1
+        if engine.copied.total():
+            self.seen["killed while it is copied"] += 1
         engine.alive = False
         for task in engine.tasks:
             task.kill()
@@ -776,8 +901,16 @@ class World:
             self.cut(end)
             self.end_down(end)
 
-    def restart(self, engine: Engine) -> None:
-        self.engines[engine.place] = self.start(engine.place)
+    def close(self, engine: Engine) -> None:
+        """An engine is shut down. Its process goes on, and uses the memory for something else."""
+        engine.agent.close()
+        self.kill(engine)
+        engine.closed = True
+        for slot in range(SLOTS):
+            engine.host.view(slot)[:] = bytes(BLOCK)
+
+    def restart(self, engine: Engine, same_pid: bool = False) -> None:
+        self.engines[engine.place] = self.start(engine.place, engine if same_pid else None)
 
     def thaw(self, engine: Engine) -> None:
         """A process goes on that stood still; meanwhile nothing of it could end."""
@@ -802,11 +935,20 @@ class World:
     def note_overwritten(self, engine: Engine, slot: int) -> None:
         sent = (b.slot for sending in engine.sending.values() for b in sending.blocks if b)
         self.seen["overwritten while it is sent"] += slot in sent
+        self.seen["overwritten while it is copied"] += bool(engine.copied[slot])
+
+    def note_copied(self, address: int, nbytes: int) -> None:
+        """The acting engine copies memory of another one to an address."""
+        engine = self.acting
+        slot, rest = divmod(address - engine.host.address, BLOCK)
+        if nbytes == BLOCK:
+            assert not rest and engine.reading[slot], "a slot is written after its read has ended"
+            assert engine.index.slots.state(slot) == PENDING, "a slot is written that is nobody's"
 
     def sources(self) -> list[Engine]:
-        """Engines that are sending blocks, after a while in which one may begin to."""
-        self.go_until(lambda: any(each.sending for each in self.engines))
-        return [each for each in self.engines if each.alive and each.sending]
+        """Engines whose blocks are being read, after a while in which one may begin to be."""
+        self.go_until(lambda: any(each.gives for each in self.engines))
+        return [each for each in self.engines if each.alive and each.gives]
 
     def frames(self) -> list[Frame]:
         return [frame for end in self.ends() for line in end.flying for frame in line]

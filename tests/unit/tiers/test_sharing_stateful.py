@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import HealthCheck, Phase, note, settings
@@ -25,10 +27,11 @@ from kvconnect.offload.index import PENDING, HostIndex
 from kvconnect.tiers import LookupRequest, TierPlan
 from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads, _OpenRead
+from kvconnect.tiers.peers.same_machine import OwnMemory, SourceMemory
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import SendLimit, Serving
 from kvconnect.tiers.worker import TierWorker
-from kvconnect.transport.base import PagesReceived
+from kvconnect.transport.base import PagesReceived, PeerId
 from tests.unit.tiers.sharing_world import (
     BLOCKS,
     SWAPPED,
@@ -43,11 +46,13 @@ from tests.unit.tiers.sharing_world import (
 EVENTS = ["compute"] * 6 + ["ask"] * 8 + ["go"] * 8 + ["wait"] * 3 + ["thaw"] * 3
 EVENTS += ["garble", "overwrite", "hurry", "swap", "cut", "kill"] * 2
 EVENTS += ["drop", "reset", "freeze", "rot", "slow"]
+EVENTS_ON_ONE_MACHINE = [*EVENTS, "rot", "reset", "close", "close"]
 LAYOUTS = {
     "two alike": [WHOLE, WHOLE],
     "two with other layouts": [WHOLE, SWAPPED],
     "three": [WHOLE, WHOLE, SWAPPED],
 }
+SameMachine = Literal["memory", "network"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +64,15 @@ class Sharing(RuleBasedStateMachine):
     """Each event takes an engine at random, and what it does is played by a seed."""
 
     layouts: ClassVar[str]
+    same_machine: ClassVar[SameMachine]
     seen: ClassVar[Counter[str]]
 
     @initialize(seed=st.integers(0, 1 << 32))
     def start(self, seed: int) -> None:
         self.first, self.steps = seed, 0
         self.recent: list[tuple[str, str]] = []
-        self.world = World(LAYOUTS[self.layouts], "full" if seed % 2 else "off", self.seen)
+        digest: DigestMode = "full" if seed % 2 else "off"
+        self.world = World(LAYOUTS[self.layouts], digest, self.same_machine, self.seen)
         self.world.rng = random.Random(seed)
         self.world.go(100)
         self.sound = True
@@ -75,10 +82,11 @@ class Sharing(RuleBasedStateMachine):
         self.sound = False
         self.steps += 1
         rng = self.world.rng = random.Random(f"{self.first} {self.steps} {seed}")
-        event, engine = rng.choice(EVENTS), rng.choice(self.world.engines)
+        events = EVENTS if self.same_machine == "network" else EVENTS_ON_ONE_MACHINE
+        event, engine = rng.choice(events), rng.choice(self.world.engines)
         note(f"{event} at engine {engine.place}")
         if not engine.alive and not rng.randrange(3):
-            self.world.restart(engine)
+            self.world.restart(engine, same_pid=bool(rng.randrange(2)))
         getattr(self, event)(engine, rng)
         self.world.go(rng.choice([0, 5, 15]))
         self.world.check()
@@ -98,7 +106,7 @@ class Sharing(RuleBasedStateMachine):
             engine.ask(f"r{self.world.requests}", tenant, name, rng.randint(1, BLOCKS))
 
     def overwrite(self, engine: Engine, rng: random.Random) -> None:
-        """Other prompts are computed where blocks are being sent."""
+        """Other prompts are computed where blocks are being read."""
         for each in [*self.world.sources(), engine]:
             if each.runs:
                 each.compute("salt", rng.choice("ab"))
@@ -173,6 +181,11 @@ class Sharing(RuleBasedStateMachine):
         if engine.alive:
             self.world.kill(engine)
 
+    def close(self, engine: Engine, rng: random.Random) -> None:
+        engine = rng.choice([engine, *self.world.sources()])
+        if engine.runs:
+            self.world.close(engine)
+
     def freeze(self, engine: Engine, rng: random.Random) -> None:
         """An engine stands still, perhaps for longer than others wait for it."""
         engine = rng.choice([engine, *self.world.sources()])
@@ -198,13 +211,13 @@ class Sharing(RuleBasedStateMachine):
             self.world.end()
 
 
-def run(layouts: str, examples: int = 80) -> Counter[str]:
+def run(layouts: str, same_machine: SameMachine, examples: int = 80) -> Counter[str]:
     """Play so many stories; return what happened in them."""
 
     class One(Sharing):
         seen: ClassVar[Counter[str]] = Counter()
 
-    One.layouts = layouts
+    One.layouts, One.same_machine = layouts, same_machine
     run_state_machine_as_test(
         One,
         settings=settings(
@@ -222,19 +235,30 @@ def run(layouts: str, examples: int = 80) -> Counter[str]:
 
 @pytest.mark.parametrize("layouts", LAYOUTS)
 def test_any_order_of_events(layouts: str) -> None:
-    seen = run(layouts)
+    seen = run(layouts, "network")
     wanted = {"from a peer", "a miss", "overwritten while it is sent"}
     wanted |= {"killed while it reads", "killed while it sends"}
     wanted |= {f"read: {outcome}" for outcome in ("ok", "absent", "corrupt", "failed")}
     wanted |= {"landed late", "read: unavailable"} if layouts == "three" else set()
+    assert {what for what in wanted if not seen[what]} == set(), seen
+    assert not seen["copied from memory"]
+
+
+@pytest.mark.parametrize("layouts", ["two alike", "three"])
+def test_any_order_of_events_on_one_machine(layouts: str) -> None:
+    seen = run(layouts, "memory")
+    wanted = {"from a peer", "a miss", "copied from memory", "overwritten while it is copied"}
+    wanted |= {"another block in memory", "memory that is not there"}
+    wanted |= {"killed while it is copied"}
+    wanted |= {f"read: {outcome}" for outcome in ("ok", "absent", "failed")}
     assert {what for what in wanted if not seen[what]} == set(), seen
 
 
 # By hand, what chance takes long to find ----------------------------------------------------------
 
 
-def two(digest: DigestMode) -> tuple[World, Engine, Engine]:
-    world = World([WHOLE, WHOLE], digest, Counter())
+def two(digest: DigestMode, same_machine: SameMachine = "network") -> tuple[World, Engine, Engine]:
+    world = World([WHOLE, WHOLE], digest, same_machine, Counter())
     world.play()
     source, reader = world.engines
     return world, source, reader
@@ -310,6 +334,87 @@ def test_the_same_blocks_under_another_salt_are_not_read(salt: str, found: int) 
     world.end()
 
 
+def nothing_happens(world: World, source: Engine) -> None:
+    """The control of the stories below."""
+
+
+def others_are_stored(world: World, source: Engine) -> None:
+    source.compute("", "b")
+    world.play(source)
+
+
+def one_is_dropped(world: World, source: Engine) -> None:
+    source.drop(random.Random(0))
+    world.play(source)
+
+
+def weights_change(world: World, source: Engine) -> None:
+    source.reset()
+    world.play(source)
+
+
+def a_byte_changes(world: World, source: Engine) -> None:
+    source.rot(random.Random(0))
+
+
+def another_process_has_its_number(world: World, source: Engine) -> None:
+    """It has its memory at the same addresses, and has written as often into each slot."""
+    world.kill(source)
+    world.restart(source, same_pid=True)
+    other = world.engines[source.place]
+    other.compute("", "b")
+    world.play(other)
+
+
+def it_loses_the_reader_and_closes(world: World, source: Engine) -> None:
+    for end in list(source.network.ends.values()):
+        world.cut(end)
+        world.end_down(end)
+    world.play()
+    world.close(source)
+
+
+Happens = Callable[[World, Engine], None]
+
+
+def answered_then(digest: DigestMode, happens: Happens, copied: int) -> None:
+    """Something happens at a source that has said where its blocks are, before they are copied. The
+    network is slow, so that the reader does not hear of it."""
+    world, source, reader = two(digest, "memory")
+    source.compute("", "a")
+    world.play(source)
+    reader.ask("r", "", "a", BLOCKS)
+    reader.schedule()
+    world.play()
+    assert reader.told
+    world.slow = True
+    happens(world, source)
+    for _ in range(3):  # the answer, the read, what came of it
+        reader.schedule()
+        world.play()
+        world.check()
+    assert world.seen["copied from memory"] == copied
+    world.settle()
+    world.check_rest()
+    world.end()
+
+
+STORIES: dict[str, tuple[DigestMode, Happens, int]] = {
+    "nothing happens": ("off", nothing_happens, BLOCKS),
+    "others are stored": ("off", others_are_stored, 1),
+    "one is dropped": ("off", one_is_dropped, BLOCKS - 1),
+    "weights change": ("off", weights_change, 0),
+    "a byte changes": ("full", a_byte_changes, BLOCKS - 1),
+    "another process has its number": ("off", another_process_has_its_number, 0),
+    "it loses the reader and closes": ("off", it_loses_the_reader_and_closes, 0),
+}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_between_an_answer_and_the_copy(name: str) -> None:
+    answered_then(*STORIES[name])
+
+
 # Negative controls --------------------------------------------------------------------------------
 
 
@@ -319,6 +424,8 @@ def _does_nothing(*_: object) -> None:
 
 _on_received, _submit, _abandon = Reads.on_received, TierWorker.submit, HostIndex.abandon
 _read, _lookup = Reads.read, TierPlan.lookup
+_source_memory, _versions = SourceMemory.__init__, SourceMemory._versions
+_read_memory = SourceMemory.read
 
 
 def _believes_pages(self: Reads, event: PagesReceived) -> None:
@@ -371,6 +478,35 @@ def _waits_for_ever(self: TierPlan, req_id: str, request: LookupRequest, now: fl
     return waits
 
 
+def _any_version(self: SourceMemory, slots: Any) -> Any:
+    return [ANY for _ in _versions(self, slots)]
+
+
+def _checks_before(self: Any, blocks: Any, nbytes: int) -> list[bool]:
+    before = _versions(self, [place.slot for place, _ in blocks])
+    self._versions = lambda _: before
+    right = _read_memory(self, blocks, nbytes)
+    del self._versions
+    return right
+
+
+def _any_nonce(self: SourceMemory, told: Any, nonce: bytes, host: HostArena) -> None:
+    _source_memory(self, told, ANY, host)
+
+
+def _frees_the_nonce(self: OwnMemory, peer: PeerId) -> None:
+    self._nonces.pop(peer, None)
+
+
+def _keeps_versions(self: ServedBlocks, slots: Any) -> None:
+    for slot in slots:
+        self._forget(slot)
+
+
+def _clears_without_versions(self: ServedBlocks) -> None:
+    _keeps_versions(self, range(len(self._keys)))
+
+
 _LATE = "nobody's|a store|is in state"
 WRONG = "a wrong block"
 CONTROLS: dict[str, tuple[type, str, Any, str]] = {
@@ -399,7 +535,50 @@ def test_negative_control(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, what, broken, error = CONTROLS[name]
     monkeypatch.setattr(where, what, broken)
     with pytest.raises((AssertionError, Misuse), match=error):
-        run("two alike", 400)
+        run("two alike", "network", 400)
+
+
+MEMORY_CONTROLS: dict[str, tuple[type, str, Any, tuple[str, ...]]] = {
+    "versions are ignored": (
+        *(SourceMemory, "_versions", _any_version),
+        ("by chance", "others are stored", "one is dropped", "weights change"),
+    ),
+    "versions are read before the block": (SourceMemory, "read", _checks_before, ("by chance",)),
+    "what is withdrawn keeps its version": (
+        *(ServedBlocks, "withdraw", _keeps_versions),
+        ("by chance", "others are stored", "one is dropped"),
+    ),
+    "what is cleared keeps its version": (
+        *(ServedBlocks, "clear", _clears_without_versions),
+        ("weights change",),
+    ),
+    "digests are ignored": (SourceMemory, "_matches", lambda *_: True, ("a byte changes",)),
+    "nonces are ignored": (
+        *(SourceMemory, "__init__", _any_nonce),
+        ("another process has its number",),
+    ),
+    "a nonce that is freed stays": (
+        *(OwnMemory, "forget", _frees_the_nonce),
+        ("it loses the reader and closes",),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "story"),
+    [(name, story) for name, (*_, stories) in MEMORY_CONTROLS.items() for story in stories],
+)
+def test_negative_control_on_one_machine(
+    name: str, story: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, what, broken, _ = MEMORY_CONTROLS[name]
+    monkeypatch.setattr(where, what, broken)
+    with pytest.raises(AssertionError, match=r"a wrong block|a dropped block"):
+        if story == "by chance":
+            run("two alike", "memory", 400)
+        else:
+            answered_then(*STORIES[story])
+    World.played.end()
 
 
 @pytest.mark.parametrize(
