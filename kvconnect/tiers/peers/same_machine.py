@@ -7,7 +7,8 @@ costs one copy then, and none of the source's time. Three things show that its b
 - Nothing was written into the slot since the source's answer: its version is still the same.
 - The digest matches that of the source, which is part of the answer.
 
-Nonce and version are read after the block. What cannot be read so comes over the network.
+Versions are read after the block, and the nonce after them. What cannot be read so comes over the
+network.
 """
 
 from __future__ import annotations
@@ -111,17 +112,11 @@ class SourceMemory:
             OSError: the source's memory cannot be read any more.
         """
         told, host = self._told, self._host
-        read_process(
-            told.pid,
-            [
-                (
-                    told.slots + place.slot * told.slot_bytes,
-                    host.address + slot * host.slot_bytes,
-                    nbytes,
-                )
-                for place, slot in blocks
-            ],
-        )
+        runs = []
+        for place, slot in blocks:
+            there = told.slots + place.slot * told.slot_bytes
+            runs.append((there, host.address + slot * host.slot_bytes, nbytes))
+        read_process(told.pid, runs)
         versions = self._versions([place.slot for place, _ in blocks])
         return [
             version == place.version and self._matches(place, slot, nbytes)
@@ -134,16 +129,16 @@ class SourceMemory:
 
     def _versions(self, slots: Sequence[int]) -> array[int]:
         """Return the versions of slots, read from a process that still shows the nonce."""
-        found = array("Q", bytes(NONCE_BYTES + _VERSION_BYTES * len(slots)))
+        found = array("Q", bytes(_VERSION_BYTES * len(slots) + NONCE_BYTES))
         to, _ = found.buffer_info()
-        runs = [(self._told.nonce, to, NONCE_BYTES)]
-        for number, slot in enumerate(slots):
-            address = self._told.versions + _VERSION_BYTES * slot
-            runs.append((address, to + NONCE_BYTES + _VERSION_BYTES * number, _VERSION_BYTES))
-        read_process(self._told.pid, runs)
-        if found.tobytes()[:NONCE_BYTES] != self._nonce:
+        runs = []
+        for slot in slots:
+            runs.append((self._told.versions + _VERSION_BYTES * slot, to, _VERSION_BYTES))
+            to += _VERSION_BYTES
+        read_process(self._told.pid, [*runs, (self._told.nonce, to, NONCE_BYTES)])
+        if found[len(slots) :].tobytes() != self._nonce:
             raise OSError(errno.ESRCH, "this is not the memory of the source")
-        return found[NONCE_BYTES // found.itemsize :]
+        return found[: len(slots)]
 
 
 def read_process(pid: int, runs: Sequence[tuple[int, int, int]]) -> None:
