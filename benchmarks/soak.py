@@ -396,7 +396,6 @@ class HandoffPart:
                 raise TimeoutError("a hand-off did not end")
             for agent in engine.agents:
                 agent.news.wait(0.003)
-                agent.news.clear()
                 reports += [report for report, _ in agent.poll()[0]]
                 agent.run(DisaggregationInstructions())
                 agent.take_stats()

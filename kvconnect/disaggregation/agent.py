@@ -70,8 +70,8 @@ class HandoffAgent:
 
     ``mark`` returns a fence after everything that the engine's thread has launched. ``address``:
     where the transport listens. ``ended``: the sessions with workers that this one read from.
-    ``news`` is set when :meth:`poll` has something that the agent's own thread found. The caller
-    clears it before it polls, and may put another event in its place.
+    ``news`` is set when :meth:`poll` has something that the agent's own thread found; the poll
+    clears it. The owner may put another event in its place.
     """
 
     def __init__(
@@ -148,6 +148,7 @@ class HandoffAgent:
         if not self._thread.is_alive() and not self._closed.is_set():
             raise TransferFailed("the hand-off thread has ended, see its traceback above")
         with self._lock:
+            self.news.clear()
             if ends_step:
                 self._sending.step_ended_at = self._receiving.step_ended_at = time.monotonic()
             return self._receiving.take_finished(), self._sending.take_notices()

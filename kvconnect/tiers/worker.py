@@ -52,7 +52,7 @@ class TierWorker:
     ``stores`` are asked in order, the fastest first, and closed with this object. A store that
     raises has nothing. A lookup is answered after ``wait_s`` seconds, the time that a request
     waits for it; a tier that takes longer is not used until its call ends. ``reports_usage``: see
-    :class:`TieredStore`. ``news`` is set when :meth:`poll` has an answer. The caller clears
+    :class:`TieredStore`. ``news`` is set when :meth:`poll` has an answer. The owner clears
     it before it polls, and may put another event in its place.
     """
 

@@ -230,7 +230,7 @@ HARMLESS: dict[str, Say] = {
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Three engines that are connected; the first one has blocks."""
     sharing_world.replaced(monkeypatch)
-    world = World([sharing_world.WHOLE] * 3, "full", Counter())
+    world = World([sharing_world.WHOLE] * 3, "full", "network", Counter())
     world.play()
     world.engines[0].compute("", "a")
     world.play(*world.engines)

@@ -236,7 +236,6 @@ def hand_off_ranks(
     while not all(d.ended for d in decode) and time.monotonic() < deadline:
         for end, rooms in sides:
             end.agent.news.wait(0.003)
-            end.agent.news.clear()
             finished, notices = end.agent.poll()
             if isinstance(rooms, PrefillRooms):
                 rooms.take(notices)

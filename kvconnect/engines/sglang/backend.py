@@ -118,7 +118,6 @@ class KVConnectManager(CommonKVManager):
         """Process the agent's events; takes a few hundred nanoseconds if there are none."""
         if not self.agent.has_news:
             return
-        self.agent.news.clear()
         finished, notices = self.agent.poll()
         if self.spans is not None:
             self.spans.take(finished, notices)

@@ -200,16 +200,16 @@ class ConnectorWorker:
                     finished.add(done.job.req_id)
         if self._step.idle:
             self._news.wait(_IDLE_S)
-        self._news.clear()  # before the polls: what comes after them is news for the next step
-        if self._tiers is not None:
-            self._reports.answers += self._tiers.poll()
-        if self._agent is not None:
+        self._news.clear()
+        if self._agent is not None:  # its poll clears the news, so that of the tiers comes after it
             arrived, notices = self._agent.poll(ends_step=True)
             self._reports.notices += notices
             for report, job in arrived:
                 self._reports.arrivals.append(report)
                 _add_failures(cache, job.req_id, report, self._errors, failed)
                 finished.add(job.req_id)
+        if self._tiers is not None:
+            self._reports.answers += self._tiers.poll()
         return finished, failed
 
     def take_errors(self) -> set[int]:

@@ -180,7 +180,6 @@ def until(ranks: Sequence[Rank1], over: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline, [(r.ready, r.done, r.failed) for r in ranks]
         for rank in ranks:
             rank.agent.news.wait(0.003)
-            rank.agent.news.clear()
             rank.poll_agent()  # type: ignore[attr-defined]
 
 

@@ -484,10 +484,17 @@ def _any_version(self: SourceMemory, slots: Any) -> Any:
 
 def _checks_before(self: Any, blocks: Any, nbytes: int) -> list[bool]:
     before = _versions(self, [place.slot for place, _ in blocks])
-    self._versions = lambda _: before
-    right = _read_memory(self, blocks, nbytes)
-    del self._versions
-    return right
+    return _read_memory(_Before(self, before), blocks, nbytes)
+
+
+class _Before:
+    """A source's memory whose versions were read before."""
+
+    def __init__(self, memory: Any, before: Any) -> None:
+        self._memory, self._versions = memory, lambda _: before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._memory, name)
 
 
 def _any_nonce(self: SourceMemory, told: Any, nonce: bytes, host: HostArena) -> None:
