@@ -117,8 +117,12 @@ NOT_IN_PURE = {
 }
 """What no module of ``PURE`` imports, nor any package of ``FOREIGN`` but msgspec."""
 
-FILE_LINES, CLASS_LINES, CLASS_METHODS, CLASS_ATTRIBUTES = 400, 250, 15, 12
-FUNCTION_LINES, COMPLEXITY, PARAMETERS, BROAD_EXCEPTS = 60, 10, 6, 1
+FILE_LINES, CLASS_LINES, CLASS_METHODS, CLASS_ATTRIBUTES = 400, 350, 25, 20
+FUNCTION_LINES, COMPLEXITY, PARAMETERS, BROAD_EXCEPTS = 60, 10, 8, 1
+"""What is larger needs a line of reason in ``EXCEPTIONS`` of ``test_architecture.py``."""
+
+MOST_FILE_LINES = 600
+"""No reason is good enough for a longer file."""
 
 
 @dataclass(frozen=True)
