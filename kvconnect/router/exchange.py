@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -149,6 +150,9 @@ class Exchange:
         except UpstreamFailed as error:
             self._outcome = RequestOutcome.FAILED
             if error.role is Role.DECODE and error.answer is not None:
+                choice = self._reply.choice
+                if choice is not None and choice.reason is RoutingReason.PUSH_FAILED:
+                    return self._reply.whole(_explained(error.answer))
                 return self._reply.whole(error.answer)
             return self._reply.error(502, str(error))
 
@@ -369,6 +373,11 @@ def mooncake_ticket(
     return engine_bodies.mooncake_ticket(
         engine_bodies.transfer_of(asked), engine_id, prefill.worker.bootstrap_url
     )
+
+
+def _explained(answer: EngineResponse) -> EngineResponse:
+    why = "the hand-off failed by push and by pull; the decode engine's log says why"
+    return replace(answer, body=engine_bodies.explained(answer.status, answer.body, why))
 
 
 def _pulled(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> Mapping[str, Any]:

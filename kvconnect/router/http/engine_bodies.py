@@ -323,6 +323,14 @@ def error_body(status: int, message: str) -> bytes:
     return json.dumps({"error": error}).encode()
 
 
+def explained(status: int, error: bytes, why: str) -> bytes:
+    """Return an engine's error with ``why`` after its own message."""
+    match _json_or_none(error):
+        case {"error": {"message": str(message)}} | {"message": str(message)}:
+            return error_body(status, f"{message}: {why}")
+    return error_body(status, why)
+
+
 def error_event(message: str, *, named_events: bool) -> bytes:
     """Return the last event of a broken stream; ``named_events``: its events have names."""
     if not named_events:

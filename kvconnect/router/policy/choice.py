@@ -52,6 +52,7 @@ class RoutingReason(str, Enum):
     SHORT = "short"  # under --push-min-tokens
     NO_STANDING_TICKET = "no_standing_ticket"  # the prefill engine has no valid standing ticket
     CONNECTOR = "connector"  # the engines' connector supports no other mode
+    PUSH_FAILED = "push_failed"  # decode failed in push mode: the prompts may differ
     MULTI = "multi"  # several prompts or answers; a transfer id names one prompt
     NO_TICKET = "no_ticket"  # the prefill engine offered no hand-off
     API = "api"  # not a completion: there is nothing to hand over
@@ -64,6 +65,7 @@ MODES: tuple[tuple[Mode, RoutingReason], ...] = (
     (Mode.PULL, RoutingReason.SHORT),
     (Mode.PULL, RoutingReason.NO_STANDING_TICKET),
     (Mode.PULL, RoutingReason.CONNECTOR),
+    (Mode.PULL, RoutingReason.PUSH_FAILED),
     (Mode.BOOTSTRAP, RoutingReason.DEFAULT),
     (Mode.PLAIN, RoutingReason.MULTI),
     (Mode.PLAIN, RoutingReason.NO_TICKET),
@@ -117,11 +119,13 @@ class RoutingChoice(NamedTuple):
 
 @dataclass
 class FailedTargets:
-    """Engines that a request's next attempts avoid, by number."""
+    """Engines that a request's next attempts avoid, by number. ``pushed``: prefill engine whose
+    push failed at decode. The next attempt is by pull, and takes it if no other is left."""
 
     prefill: set[int] = field(default_factory=set)
     decode: set[int] = field(default_factory=set)
     handoff_failed: bool = False
+    pushed: int | None = None
 
     def add_unserved(self, view: FleetView, choice: RoutingChoice) -> bool:
         """Exclude all decode engines with the models of one that lacks the path; return whether
@@ -134,7 +138,7 @@ class FailedTargets:
     def add(self, choice: RoutingChoice, role: Role, cause: Cause) -> bool:
         """Record a failed attempt; return whether another attempt may succeed.
 
-        A decode engine's error may come from its hand-off, so one more prefill engine is tried.
+        A decode engine's error may come from its hand-off: one more is tried, after push by pull.
         The same error again, or without a hand-off, is final.
         """
         if role is Role.DECODE and cause == "unreachable":
@@ -142,7 +146,10 @@ class FailedTargets:
             return True
         if choice.prefill is None:
             return False
-        self.prefill.add(choice.prefill.target.worker)
+        if role is Role.DECODE and choice.mode is Mode.PUSH and not self.handoff_failed:
+            self.pushed = choice.prefill.target.worker
+        else:
+            self.prefill.add(choice.prefill.target.worker)
         again = role is Role.PREFILL or not self.handoff_failed
         self.handoff_failed = self.handoff_failed or role is Role.DECODE
         return again
@@ -189,9 +196,10 @@ def choose(
         return RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, target_choice)
     if alone or request.prompt.sampled:
         return None
-    group = _best_group(
-        view, _available(view.prefill, failed.prefill, request), decode, request.turn
-    )
+    prefill = _available(view.prefill, failed.prefill, request)
+    others = [worker for worker in prefill if worker.index != failed.pushed]
+    group = _best_group(view, others, decode, request.turn)
+    group = group or _best_group(view, prefill, decode, request.turn)
     if group is None:
         return None
     kept = [worker for worker in group.decode if worker.index == request.keep]
@@ -204,18 +212,13 @@ def choose(
     decode_choice = _choose_target(
         options.decode_policy, kept or group.decode, request, Role.DECODE, options
     )
-    prefill = next(
-        worker for worker in group.prefill if worker.index == prefill_choice.target.worker
-    )
-    standing_ticket = prefill.standing_ticket(prefill_choice.target.rank)
-    mode, reason = _handover_mode(prefill.engine, standing_ticket, request.prompt, options)
-    return RoutingChoice(
-        mode,
-        reason,
-        prefill_choice,
-        decode_choice,
-        (standing_ticket or "") if mode is Mode.PUSH else "",
-    )
+    chosen = next(w for w in group.prefill if w.index == prefill_choice.target.worker)
+    standing_ticket = chosen.standing_ticket(prefill_choice.target.rank)
+    mode, reason = _handover_mode(chosen.engine, standing_ticket, request.prompt, options)
+    if mode is Mode.PUSH and failed.pushed is not None:
+        mode, reason = Mode.PULL, RoutingReason.PUSH_FAILED
+    ticket = (standing_ticket or "") if mode is Mode.PUSH else ""
+    return RoutingChoice(mode, reason, prefill_choice, decode_choice, ticket)
 
 
 class Unserved(KVConnectError):

@@ -556,6 +556,7 @@ def test_which_failures_are_worth_another_attempt() -> None:
     assert tried.add(first, Role.DECODE, "unreachable") and tried.decode == {0}
     assert tried.add(first, Role.PREFILL, "error"), "every prefill engine gets its try"
     assert tried.add(first, Role.DECODE, "error"), "its hand-off may have failed"
+    assert tried.pushed == 0 and FailedTargets().pushed is None
     assert not tried.add(first, Role.DECODE, "error"), "once"
     plain = RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, here)
     assert not FailedTargets().add(plain, Role.DECODE, "error"), "no hand-off failed here"

@@ -488,7 +488,8 @@ async def test_a_failed_handoff_is_retried_once_on_another_prefill_engine(bad: A
     async with bench(ps, [d]) as router:
         status, body, _ = await router.post(STREAM)
         assert status == 500, "an error before the first token is an HTTP error"
-        assert json.loads(body)["error"]["message"] == "load failed"
+        message = json.loads(body)["error"]["message"]
+        assert message.startswith("load failed: the hand-off failed by push and by pull")
         assert sorted(len(engine.asked) for engine in ps) == [0, 1, 1]
         assert await router.metric("retries_total", role="decode", cause="error") == 1
 
@@ -501,6 +502,47 @@ async def test_a_failed_handoff_is_retried_once_on_another_prefill_engine(bad: A
         d.answer = fails_once
         status, body, _ = await router.post(STREAM)
         assert (status, body) == (200, b"".join((*EVENTS, DONE)))
+
+
+async def fails_pushes(
+    engine: FakeEngine, request: web.Request, body: dict[str, Any]
+) -> web.StreamResponse:
+    """Reads the prompt differently from prefill, unless it is given its token ids."""
+    ids = body["kv_transfer_params"].get("prompt_token_ids")
+    return await (decodes if ids == TOKEN_IDS else BROKEN)(engine, request, body)
+
+
+@on_loop
+async def test_after_a_failed_push_the_only_prefill_engines_token_ids_go_by_pull() -> None:
+    p, d = FakeEngine(prefills), FakeEngine(fails_pushes)
+    async with bench([p], [d]) as router:
+        status, body, headers = await router.post(STREAM, "/v1/chat/completions")
+        assert (status, body) == (200, b"".join((*EVENTS, DONE)))
+        assert headers["x-kvconnect-mode"] == "pull"
+        assert transfer_of(p.asked[0]) != transfer_of(p.asked[1])
+        assert await ended(router, "pull", "push_failed", "ok") == 1
+        assert await router.metric("retries_total", role="decode", cause="error") == 1
+    # Control: where pull alone is used, nothing is tried again.
+    p, d = FakeEngine(prefills), FakeEngine(BROKEN)
+    async with bench([p], [d], handoff="pull") as router:
+        status, body, _ = await router.post(STREAM)
+        assert (status, json.loads(body)["error"]["message"]) == (500, "load failed")
+        assert len(p.asked) == len(d.asked) == 1
+
+
+@on_loop
+async def test_the_second_attempt_by_pull_ends_when_prefill_fails() -> None:
+    async def computes_once(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        engine.answer = BROKEN
+        return await prefills(engine, request, body)
+
+    p, d = FakeEngine(computes_once), FakeEngine(BROKEN)
+    async with bench([p], [d]) as router:
+        status, body, _ = await router.post(STREAM)
+        assert (status, len(p.asked), len(d.asked)) == (502, 2, 1)
+        assert json.loads(body)["error"]["message"] == "prefill engine 0 answered 500"
 
 
 @on_loop
