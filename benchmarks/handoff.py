@@ -126,8 +126,8 @@ class Pair:
         self, variant: str, prompts: Sequence[list[int]]
     ) -> tuple[Sample, list[tuple[int, ...]]]:
         """Send the prompts at once; return the mean sample, and each prompt's tokens."""
-        card = pd.card(self.p) if variant.startswith("push") else ""
-        one = partial(self._at_once, card) if card else self._in_sequence
+        ticket = pd.standing_ticket(self.p) if variant.startswith("push") else ""
+        one = partial(self._at_once, ticket) if ticket else self._in_sequence
         with ThreadPoolExecutor(len(prompts)) as pool:
             samples, tokens = zip(*pool.map(one, prompts), strict=True)
         for prompt in prompts:  # all but the last token, in whole blocks
@@ -147,7 +147,7 @@ class Pair:
         first, answer = self.d.stream(prompt, NEW, kv_transfer_params=params)
         return Sample(prefilled + first, first), answer.tokens
 
-    def _at_once(self, card: str, prompt: list[int]) -> tuple[Sample, tuple[int, ...]]:
+    def _at_once(self, ticket: str, prompt: list[int]) -> tuple[Sample, tuple[int, ...]]:
         transfer = secrets.token_hex(16)
         start = time.perf_counter()
 
@@ -157,7 +157,7 @@ class Pair:
 
         with ThreadPoolExecutor(1) as pool:
             prefilling = pool.submit(prefill)
-            params = pd.push_params(transfer, card)
+            params = pd.push_params(transfer, ticket)
             first, answer = self.d.stream(prompt, NEW, kv_transfer_params=params)
             return Sample(first, first - prefilling.result()), answer.tokens
 

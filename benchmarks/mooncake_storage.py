@@ -138,7 +138,7 @@ class Judge:
         if not (program / "benchmark.py").exists():
             raise SystemExit(f"--mooncake {checkout}: has no benchmarks/storage_benchmark_v1")
         sys.path.insert(0, str(program))
-        self._module = importlib.import_module("benchmark")
+        self._module: Any = importlib.import_module("benchmark")
         self._storage = self._module.DiskHashTable
         self._folder = folder
         self._trace = folder / "conversation_trace.jsonl"

@@ -334,8 +334,9 @@ class PlanPart:
                     plan.plan_load(name, wanted, 0.0)
                 plan.plan_store(name, 128, [hashes], [list(range(8))])
                 work = plan.take(0.0)
-                for job in (*work.loads, *work.stores):
-                    plan.on_report(JobReport(job.job), 0.0)
+                jobs = [*(each.job for each in work.loads), *(each.job for each in work.stores)]
+                for job in jobs:
+                    plan.on_report(JobReport(job), 0.0)
                 plan.finish_request(name, [hashes])
         plan.take_removed()
         plan.stats.take()

@@ -55,7 +55,8 @@ def result(reader: Side, address: tuple[str, int]) -> PeerUp | PeerDown:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         reader.poll()
-        for event in (*reader.of(PeerUp), *reader.of(PeerDown)):
+        events: list[PeerUp | PeerDown] = [*reader.of(PeerUp), *reader.of(PeerDown)]
+        for event in events:
             if event.peer == number:
                 return event
     raise AssertionError("neither up nor down")

@@ -32,7 +32,10 @@ from benchmarks.models.proof import prove, rehearsal
 from benchmarks.models.windows import WINDOWS
 
 ARCHITECTURES = (*LATENT, *WINDOWS, *MIXTURES, *DENSE, *HYBRIDS, *THROUGH_TRANSFORMERS)
-ALL = (*ARCHITECTURES, *drafts.drafted({model.name: model for model in ARCHITECTURES}))
+ALL: tuple[Any, ...] = (
+    *ARCHITECTURES,
+    *drafts.drafted({model.name: model for model in ARCHITECTURES}),
+)
 KEPT = Path(__file__).resolve().parents[2] / "build" / "models.json"
 
 

@@ -206,7 +206,7 @@ def _callers() -> list[str]:
     while frame is not None and len(found) < SITE_DEPTH:
         path = frame.f_code.co_filename
         if path.startswith(PACKAGE):
-            name = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+            name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # from 3.11 on
             found.append(f"{path[len(PACKAGE) + 1 :]}:{name}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return found

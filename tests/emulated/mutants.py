@@ -43,9 +43,9 @@ def waits_in(file: str) -> Iterator[tuple[str, int]]:
     """Yield the lines of a source that wait for a device or note a point in its work."""
     path = Path(kvconnect.__file__).parent / file
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        called = node.func if isinstance(node, ast.Call) else None
-        if isinstance(called, ast.Attribute) and called.attr in WAITS:
-            yield file, node.lineno
+        match node:
+            case ast.Call(func=ast.Attribute(attr=name)) if name in WAITS:
+                yield file, node.lineno
 
 
 WAITS = {"record", "wait_event", "wait_stream", "synchronize", "query"}

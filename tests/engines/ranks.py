@@ -66,7 +66,8 @@ def routed(
     flags = ((), turns, (*turns, "--dp-minimum-tokens-scheduler"))
     with ExitStack() as stack:
         started = [stack.enter_context(router([prefill], [decode], args)) for args in flags]
-        fleet = Ranked(prefill, decode, *started, kind, label)
+        least, in_turns, turns_least = started
+        fleet = Ranked(prefill, decode, least, in_turns, turns_least, kind, label)
         for each in started:  # how many ranks there are is learned from the first report
             for role in ROLES:
                 until(lambda r=each, role=role: foreign(r, role, 1) >= 0)

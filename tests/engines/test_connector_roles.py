@@ -570,7 +570,8 @@ def test_an_adapter_with_other_weights_is_not_served_from_the_tier(tmp_path: Pat
         step.num_scheduled_tokens = {name: 64}
         step.scheduled_new_reqs = [SimpleNamespace(req_id=name, num_computed_tokens=0)]
         work = half.build_step(step).offload
-        half.on_reports(StepReports([JobReport(job.job) for job in (*work.stores, *work.loads)]))
+        numbers = [*(each.job for each in work.stores), *(each.job for each in work.loads)]
+        half.on_reports(StepReports([JobReport(number) for number in numbers]))
         half.finish_request(request)
         return found[0], work.stores
 

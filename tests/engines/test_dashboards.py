@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -82,7 +82,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(stack.enter_context, (p, d)))
         router = stack.enter_context(Router([p], [d]))
-        targets = {"prefill": [p], "decode": [d], "router": [router]}
+        targets: dict[str, list[Any]] = {"prefill": [p], "decode": [d], "router": [router]}
         addresses = {
             job: [f"{server.host}:{server.port}" for server in servers]
             for job, servers in targets.items()

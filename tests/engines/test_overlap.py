@@ -204,7 +204,7 @@ def test_any_order_of_events(name: str) -> None:
     assert {what for what in wanted if not seen[what]} == set(), seen
 
 
-CONTROLS = {
+CONTROLS: dict[str, tuple[list[tuple[Any, str]], str]] = {
     "blocks that are stored or handed off are not held": (
         [(DeviceBlocks, "hold"), (DeviceBlocks, "release")],
         "is nobody's any more|wrong KV|free",

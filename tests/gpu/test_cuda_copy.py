@@ -9,10 +9,14 @@ import sys
 import time
 from array import array
 from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 xxhash = pytest.importorskip("xxhash")
 pytest.importorskip("cupy")
 

@@ -7,16 +7,20 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvconnect.cuda import load_driver  # noqa: E402
-from kvconnect.offload.messages import LoadBlocks, StoreBlocks  # noqa: E402
-from kvconnect.offload.streams import CudaInFlightCopy, CudaStreams  # noqa: E402
-from kvconnect.types import TransferType  # noqa: E402
-from tests.gpu.worker import DEVICE, DMA, Worker  # noqa: E402
+from kvconnect.cuda import load_driver
+from kvconnect.offload.messages import LoadBlocks, StoreBlocks
+from kvconnect.offload.streams import CudaInFlightCopy, CudaStreams
+from kvconnect.types import TransferType
+from tests.gpu.worker import DEVICE, DMA, Worker
 
 BUSY_CYCLES = 1_000_000_000  # about half a second
 LOAD, STORE = TransferType.CPU_TO_GPU, TransferType.GPU_TO_CPU
@@ -74,9 +78,10 @@ def recorder(events: list[torch.cuda.Event], work: Callable[[], None]) -> Callab
 
 
 def test_a_store_is_hashed_beside_its_copy() -> None:
-    streams, copied, hashed = CudaStreams(DEVICE), list[torch.cuda.Event](), []
+    streams = CudaStreams(DEVICE)
+    copied, hashed = list[torch.cuda.Event](), list[torch.cuda.Event]()
     busy()
-    fence = streams.fence()
+    fence: Any = streams.fence()
     flight = streams.launch(STORE, fence, recorder(copied, busy), recorder(hashed, nothing))
     hashed[0].synchronize()
     assert fence.query() and not copied[0].query()  # it waits for the fence and no longer
@@ -85,7 +90,8 @@ def test_a_store_is_hashed_beside_its_copy() -> None:
 
 
 def test_a_load_is_hashed_behind_its_copy() -> None:
-    streams, copied, hashed = CudaStreams(DEVICE), list[torch.cuda.Event](), []
+    streams = CudaStreams(DEVICE)
+    copied, hashed = list[torch.cuda.Event](), list[torch.cuda.Event]()
     flight = streams.launch(
         LOAD, streams.fence(), recorder(copied, busy), recorder(hashed, nothing)
     )

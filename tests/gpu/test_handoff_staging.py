@@ -6,16 +6,20 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvconnect.disaggregation.staging import BUFFERS, StagedMemory, make_memory  # noqa: E402
-from kvconnect.offload.streams import DeviceFence, make_streams  # noqa: E402
-from kvconnect.testing.buffers import phased_unit, plain_unit, split_unit  # noqa: E402
-from kvconnect.transport import ConnectionOptions, Security, make_transport  # noqa: E402
-from kvconnect.transport.base import (  # noqa: E402
+from kvconnect.disaggregation.staging import BUFFERS, StagedMemory, make_memory
+from kvconnect.offload.streams import DeviceFence, make_streams
+from kvconnect.testing.buffers import phased_unit, plain_unit, split_unit
+from kvconnect.transport import ConnectionOptions, Security, make_transport
+from kvconnect.transport.base import (
     Event,
     IncomingPages,
     OutgoingPages,

@@ -5,19 +5,23 @@ from __future__ import annotations
 import importlib.util
 from array import array
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 if not any(map(importlib.util.find_spec, ("nixl_cu12", "nixl_cu13"))):
     pytest.skip("NIXL is not installed", allow_module_level=True)
 
-from kvconnect.disaggregation.staging import make_memory  # noqa: E402
-from kvconnect.testing.buffers import plain_unit, split_unit  # noqa: E402
-from kvconnect.testing.transport import Side  # noqa: E402
-from kvconnect.transport import make_transport  # noqa: E402
-from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerUp  # noqa: E402
-from tests.links import NIXL_QUICK, OPEN  # noqa: E402
+from kvconnect.disaggregation.staging import make_memory
+from kvconnect.testing.buffers import plain_unit, split_unit
+from kvconnect.testing.transport import Side
+from kvconnect.transport import make_transport
+from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerUp
+from tests.links import NIXL_QUICK, OPEN
 
 PAGES, RUN = 64, 32 << 10
 POLLS = 3000

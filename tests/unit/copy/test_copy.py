@@ -6,6 +6,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -14,10 +15,13 @@ from hypothesis import strategies as st
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry, view_segments
 from kvconnect.errors import Misuse, TransferFailed
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvconnect.copy import Copier, make_copier, native_unavailable_reason  # noqa: E402
-from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
+from kvconnect.copy import Copier, make_copier, native_unavailable_reason
+from kvconnect.copy.reference import ReferenceCopier
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 4, 6
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]

@@ -11,11 +11,14 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 xxhash = pytest.importorskip("xxhash")
 
 from kvconnect import copy  # noqa: E402
@@ -63,7 +66,9 @@ def test_it_matches_the_reference_byte_for_byte(
     if not extension:
         monkeypatch.setattr(cuda, "run_addresses", cuda.torch_run_addresses)
     results = []
-    for kind in (lambda *a: CudaCopier(*a, FakeDriver(), choice), ReferenceCopier):
+    kinds: list[Callable[..., Any]]
+    kinds = [partial(CudaCopier, driver=FakeDriver(), choice=choice), ReferenceCopier]
+    for kind in kinds:
         area, arena = memories()
         copier = kind(area, arena, GEOMETRY)
         copier.store(group, [4, 0, 2], [8, 1, 3])

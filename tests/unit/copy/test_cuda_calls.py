@@ -10,26 +10,29 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvconnect import cuda  # noqa: E402
-from kvconnect.copy.driver import OwnEvent  # noqa: E402
-from kvconnect.cuda import CudaContext, check, has_context, load_driver  # noqa: E402
-from kvconnect.disaggregation import staging  # noqa: E402
-from kvconnect.errors import ConfigError, Incompatible, Misuse, TransferFailed  # noqa: E402
-from kvconnect.offload import host_arena  # noqa: E402
-from kvconnect.offload.host_arena import HostArena  # noqa: E402
-from kvconnect.offload.streams import CudaStreams  # noqa: E402
-from kvconnect.transport.base import MemoryRegion  # noqa: E402
-from kvconnect.transport.nixl import agent as agents  # noqa: E402
-from kvconnect.transport.nixl import worker as nixl_worker  # noqa: E402
-from kvconnect.transport.nixl.worker import NixlWorker  # noqa: E402
-from kvconnect.types import TransferType  # noqa: E402
-from tests.fakes.stub_driver import StubDriver  # noqa: E402
+from kvconnect import cuda
+from kvconnect.copy.driver import OwnEvent
+from kvconnect.cuda import CudaContext, check, has_context, load_driver
+from kvconnect.disaggregation import staging
+from kvconnect.errors import ConfigError, Incompatible, Misuse, TransferFailed
+from kvconnect.offload import host_arena
+from kvconnect.offload.host_arena import HostArena
+from kvconnect.offload.streams import CudaStreams
+from kvconnect.transport.base import MemoryRegion
+from kvconnect.transport.nixl import agent as agents
+from kvconnect.transport.nixl import worker as nixl_worker
+from kvconnect.transport.nixl.worker import NixlWorker
+from kvconnect.types import TransferType
+from tests.fakes.stub_driver import StubDriver
 
 PAGE = mmap.PAGESIZE
 PACKAGE = Path(cuda.__file__).parent

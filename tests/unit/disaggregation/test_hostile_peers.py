@@ -48,7 +48,7 @@ def test_a_reader_that_takes_wrong_pages_is_found(monkeypatch: pytest.MonkeyPatc
 
     def trusting(self: DecodePlanner, *said: object) -> object:
         *before, _bad, now = said
-        return received(self, *before, (), now)  # type: ignore[arg-type]
+        return received(self, *before, (), now)  # type: ignore[call-arg]
 
     monkeypatch.setattr(DecodePlanner, "received", trusting)
     play_sources_until(lambda outcome: outcome.wrong)

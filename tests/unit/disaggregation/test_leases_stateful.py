@@ -552,7 +552,8 @@ class World:
     def hear_back(self, link: Link) -> None:
         what, *rest = link.to_reader.pop(0)
         if what == "alive":
-            link.reader.machine.alive(link.peer, *rest, self.now)
+            (read_ids,) = rest
+            link.reader.machine.alive(link.peer, read_ids, self.now)
         else:
             self.act(link.reader, link.reader.machine.failed(link.peer, *rest))
 
@@ -837,7 +838,7 @@ class TrustsEveryPage(DecodePlanner):
 
     def received(self, *event: Any) -> list[decode.Action]:
         *rest, _, now = event
-        return super().received(*rest, (), now)
+        return super().received(*rest, (), now)  # type: ignore[call-arg]
 
 
 class ReleasesEarly(Leases):

@@ -21,7 +21,12 @@ from kvconnect.disaggregation.states import (
 )
 from kvconnect.errors import Misuse
 
-TABLES = {SessionState: SESSION, Lease: LEASE, TransferState: TRANSFER, Handoff: HANDOFF}
+TABLES: dict[Any, StateTable[Any]] = {
+    SessionState: SESSION,
+    Lease: LEASE,
+    TransferState: TRANSFER,
+    Handoff: HANDOFF,
+}
 
 
 def reached(table: StateTable[Any], start: Any) -> set[Any]:

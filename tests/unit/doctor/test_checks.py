@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def test_engine(
 
 @pytest.mark.parametrize("check", [checks.check_torch, checks.check_msgspec, checks.check_xxhash])
 def test_a_missing_package_fails_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, check: type[Finding]
+    monkeypatch: pytest.MonkeyPatch, check: Callable[[], Finding]
 ) -> None:
     assert check().status == "ok"
     installed(monkeypatch, {})

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -89,7 +90,7 @@ def looked_at(text: str, at: float) -> Scrape:
     return Scrape("http://a/metrics", at, fetch.parse(text))
 
 
-def of(one: EndpointFrame, part: str, **which: str) -> object:
+def of(one: EndpointFrame, part: str, **which: str) -> Any:
     """The row of a part whose first field is as named."""
     ((name, value),) = which.items()
     (found,) = [row for row in getattr(one, part) if getattr(row, name) == value]
@@ -343,9 +344,10 @@ def test_an_endpoint_that_is_down_is_an_exit_code(capsys: pytest.CaptureFixture[
 
 
 def drawn(*endpoints: EndpointFrame, width: int = 160) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=True)
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True)
     console.print(screen.draw(Snapshot(at=0.0, endpoints=endpoints)))
-    return console.file.getvalue()
+    return out.getvalue()
 
 
 def test_the_screen_says_what_the_frame_does(engine: EndpointFrame) -> None:

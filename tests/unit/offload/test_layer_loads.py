@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,14 +15,17 @@ from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks
 from kvconnect.types import JobId
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 
-from kvconnect.copy.base import Copier, Runs  # noqa: E402
-from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
-from kvconnect.offload import layer_loads as layers_module  # noqa: E402
-from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy  # noqa: E402
-from kvconnect.offload.layer_loads import pieces  # noqa: E402
-from kvconnect.offload.streams import Fence, HostStreams  # noqa: E402
+from kvconnect.copy.base import Copier, Runs
+from kvconnect.copy.reference import ReferenceCopier
+from kvconnect.offload import layer_loads as layers_module
+from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy
+from kvconnect.offload.layer_loads import pieces
+from kvconnect.offload.streams import Fence, HostStreams
 
 LAYERS, BLOCKS, RUN = 3, 4, 64
 SEGMENTS = tuple(ByteRun(layer * BLOCKS * RUN, RUN, RUN) for layer in range(LAYERS))

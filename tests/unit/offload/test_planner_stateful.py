@@ -352,7 +352,8 @@ class Engine(RuleBasedStateMachine):
             if kept or self.plan.due([(name, ends[name])]):
                 self.plan.plan_store(name, ends[name], self.hashes(req), req.tables, kept)
         work = self.plan.take(self.now)
-        for job in [*work.loads, *work.stores]:
+        jobs: list[LoadBlocks | StoreBlocks] = [*work.loads, *work.stores]
+        for job in jobs:
             self.open[job.job] = (job, [])
         for store in work.stores:
             for part in store.parts:

@@ -11,11 +11,14 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
 xxhash = pytest.importorskip("xxhash")
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402

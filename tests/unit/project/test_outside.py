@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ REPORT = """<testsuites><testsuite>
 
 @pytest.mark.parametrize("tag", ["failure", "error", "skipped"])
 def test_what_did_not_pass_is_told(tag: str) -> None:
-    found = outside.outcome(ET.fromstring(REPORT.replace("{tag}", tag)))
+    found: Any = outside.outcome(ET.fromstring(REPORT.replace("{tag}", tag)))
     assert found == (("TestParity.test_a", "TestPair.test_b"), ("TestPair.test_b",))
     versions = dict.fromkeys((program.package for program in PROGRAMS), "1.2")
     page = outside.document({"suites": {"one": found._asdict()}, "versions": versions})

@@ -401,8 +401,9 @@ def test_a_source_is_named_if_it_has_clearly_more(unified: bool) -> None:
             worker(index, load, share_tickets=(tickets[index],))
             for index, load in enumerate([0, 5000, 4000, 5000])  # the first one is chosen
         )
-        sides = ((), workers) if unified else (workers, (worker(0),))
-        view = FleetView(*sides, (), unified)
+        prefill = () if unified else workers
+        decode = workers if unified else (worker(0),)
+        view = FleetView(prefill, decode, (), unified)
         found = {Target(index): hit for index, hit in enumerate(hits)}
         wish = {"prompt": Prompt(tokens=1000), "hits": {role: found}}
         choice = chosen(view, options, **wish)

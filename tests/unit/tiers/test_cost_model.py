@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -421,7 +421,7 @@ events = st.lists(
 
 
 @given(events, st.sampled_from([1, 16, 528]))
-def test_whatever_it_is_told_its_choices_make_sense(told: list[tuple[str, ...]], unit: int) -> None:
+def test_whatever_it_is_told_its_choices_make_sense(told: list[tuple[Any, ...]], unit: int) -> None:
     model = CostModel(unit)
     for name, *values in told:
         if name != "choose":

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,7 @@ class Bench:
     def submit(
         self,
         number: int,
-        task: type[LookupBlocks] | type[PrefetchBlocks] | type[WriteBackBlocks],
+        task: Any,  # the class of an instruction
         slot: int,
     ) -> None:
         """Begin to look up, read or write block ``number``."""

@@ -81,7 +81,9 @@ class Bench:
     def step(self, now: float = 0.0) -> TierInstructions:
         """Take the work and have every worker answer it."""
         work = self.take(now)
-        for task in (*work.lookups, *work.prefetches, *work.write_backs):
+        tasks: list[LookupBlocks | PrefetchBlocks | WriteBackBlocks]
+        tasks = [*work.lookups, *work.prefetches, *work.write_backs]
+        for task in tasks:
             for _ in range(self.workers):
                 self.plan.on_answer(TierAnswer(task.job, self.do(task)), now)
         return work
