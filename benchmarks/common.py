@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -63,11 +64,32 @@ def machine() -> dict[str, object]:
     }
 
 
+def commit(folder: Path) -> str:
+    """Return the commit of a checkout, with "+" if files but results were changed; "" outside
+    of a checkout."""
+
+    def git(*words: str) -> str:
+        run = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
+        return run.stdout.strip()
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", ":/", ":(exclude,top)*/results/*"
+    )
+    return head + "+" * bool(changed)
+
+
 def emit(name: str, figures: Mapping[str, object]) -> None:
-    """Write ``results/<name>.json`` with the machine, and print the figures as one JSON line."""
+    """Write ``results/<name>.json`` with the machine and the commit, and print the figures as one
+    JSON line."""
     RESULTS.mkdir(exist_ok=True)
     rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
-    record = {"benchmark": name, "machine": machine(), "figures": rounded}
+    record = {
+        "benchmark": name,
+        "commit": commit(RESULTS.parent),
+        "machine": machine(),
+        "figures": rounded,
+    }
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps({"benchmark": name, **rounded}), flush=True)
 
