@@ -24,6 +24,7 @@ LAYERS = (
         "threads",
         "circuit_breaker",
         "bounded",
+        "secret_files",
     },
     {"cache", "protocol", "_native"},
     {"copy", "transport"},
@@ -103,7 +104,13 @@ PURE = (
     ),
     *("observability/metrics/catalog.py", "observability/metrics/model.py"),
     "observability/metrics/rates.py",
-    *("router/policy/", "router/apis.py", "router/body.py", "router/options.py"),
+    *(
+        "router/policy/",
+        "router/api_keys.py",
+        "router/apis.py",
+        "router/body.py",
+        "router/options.py",
+    ),
     *("router/http/engine_bodies.py", "router/fleet/kv_events.py"),
     *("router/fleet/pairing.py", "router/fleet/reports.py", "router/fleet/cache_reports.py"),
 )

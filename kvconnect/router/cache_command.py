@@ -14,6 +14,8 @@ from typing import Any
 
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import CacheHint
+from kvconnect.router.api_keys import parse_api_keys
+from kvconnect.secret_files import read_secret_text
 
 COMMANDS = {
     "prewarm": "have a prompt computed and stored",
@@ -117,7 +119,7 @@ def _engines_of(
     Raises:
         ConfigError: the token cannot be read, or the router refuses or does not answer.
     """
-    token = _text("admin-token-file", arguments.admin_token_file)
+    token = read_secret_text("admin-token-file", arguments.admin_token_file)
     if not is_router(url):
         raise ConfigError("URL", url, "use a URL such as http://127.0.0.1:8001")
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -145,10 +147,18 @@ def _body(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError("request", arguments.request, "use a JSON object")
     fields["model"] = arguments.model or ""
     if arguments.api_key_file:
-        fields["api_key"] = _text("api-key-file", arguments.api_key_file)
+        fields["api_key"] = _api_key(arguments.api_key_file)
     more = {"seconds": "seconds", "tokens": "tokens", "url": "engine"}
     given = {field: getattr(arguments, name, None) for field, name in more.items()}
     return {**fields, **{field: value for field, value in given.items() if value}}
+
+
+def _api_key(path: str) -> str:
+    field = "api-key-file"
+    keys = parse_api_keys(field, path, read_secret_text(field, path))
+    if len(keys) > 1:
+        raise ConfigError(field, path, "name a file with one key, the client's")
+    return keys[0].key
 
 
 def _text(field: str, path: str) -> str:

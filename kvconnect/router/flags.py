@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from pathlib import Path
 
 from kvconnect.errors import ConfigError
+from kvconnect.router.api_keys import ApiKey, parse_api_keys
 from kvconnect.router.options import (
     AdminAccess,
     Intervals,
@@ -20,6 +20,7 @@ from kvconnect.router.options import (
 )
 from kvconnect.router.policy.loads import Role
 from kvconnect.router.policy.ranking import RankingPolicy
+from kvconnect.secret_files import read_secret_text
 
 _WORKER = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
 
@@ -98,7 +99,7 @@ def _admin_of(arguments: argparse.Namespace) -> AdminAccess:
     path = arguments.admin_token_file
     if not path:
         return AdminAccess()
-    token = _secret("admin-token-file", path)
+    token = read_secret_text("admin-token-file", path)
     if not 16 <= len(token) <= 4096 or not token.isascii() or len(token.split()) > 1:
         raise ConfigError("admin-token-file", path, "put a token of 16 characters or more in it")
     return AdminAccess(arguments.admin_host, arguments.admin_port, token)
@@ -108,20 +109,12 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
     path, cert, key = arguments.api_key_file, arguments.tls_cert, arguments.tls_key
     if bool(cert) != bool(key):
         raise ConfigError("tls-cert", cert, "name --tls-cert and --tls-key, or neither")
-    keys = tuple(_secret("api-key-file", path).split()) if path else ()
-    if path and not keys:
-        raise ConfigError("api-key-file", path, "put a key in it, or several, one a line")
+    keys: tuple[ApiKey, ...] = ()
+    if path:
+        keys = parse_api_keys("api-key-file", path, read_secret_text("api-key-file", path))
     at = arguments.host, arguments.port, arguments.shared_port
     tenants = not arguments.shared_cache, arguments.hit_headers, arguments.receipts
     return Listening(*at, cert, key, keys, *tenants, arguments.retention)
-
-
-def _secret(flag: str, path: str) -> str:
-    """Return a file's text, without surrounding whitespace."""
-    try:
-        return Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(flag, path, f"name a file that can be read: {error}") from error
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +146,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--shared-port", action="store_true", help="other routers may listen at this port too")
     add("--tls-cert", default="", metavar="PATH", help="certificate chain, to serve HTTPS")
     add("--tls-key", default="", metavar="PATH", help="private key of the certificate")
-    add("--api-key-file", default="", metavar="PATH", help="file with client keys, one a line")
+    add("--api-key-file", default="", metavar="PATH", help="clients' keys, KEY or NAME KEY a line")
     what = "clients with different keys may use each other's cached KV"
     add("--shared-cache", action="store_true", help=what)
     what = "tell clients how much of a prompt engines are expected to have cached"

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import LONGEST_S
+from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.policy.loads import Engine, Role
 from kvconnect.router.policy.ranking import RankingPolicy
 
@@ -176,7 +177,7 @@ class Listening:
     shared: bool = False
     cert: str = ""
     key: str = ""
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
     isolate: bool = True
     hit_headers: bool = False
     receipts: bool = False

@@ -20,6 +20,7 @@ from typing import Any
 from kvconnect.config import NetworkConfig
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.tickets import parse_host
+from kvconnect.secret_files import OTHERS_WRITE, check_owner, read_secret
 from kvconnect.transport.base import Security
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ LOOK_S = 1.0
 _SHORTEST_KEY = 16  # bytes
 _FEWEST_VALUES = 5  # distinct bytes in a key; 16 random hexadecimal digits have about ten
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes mounts them
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Changes:
@@ -139,8 +139,8 @@ def _local_key() -> bytes:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = folder.stat().st_mode
-        if mode & _OTHERS_WRITE:
-            folder.chmod(stat.S_IMODE(mode) & ~_OTHERS_WRITE)
+        if mode & OTHERS_WRITE:
+            folder.chmod(stat.S_IMODE(mode) & ~OTHERS_WRITE)
         if not path.exists():
             handle, fresh = tempfile.mkstemp(dir=folder)  # readable by its owner only
             with os.fdopen(handle, "wb") as file:
@@ -166,31 +166,15 @@ def read_key_file(path: str) -> bytes:
     Raises:
         ConfigError: the file cannot be read, its key is weak, or others may change it.
     """
-    try:
-        with Path(path).open("rb") as file:
-            found = os.fstat(file.fileno())
-            key = file.read().strip()
-    except OSError as error:
-        raise ConfigError("key_file", path, f"make it readable ({error})") from error
-    _check_owner("key_file", path, found)
+    key = read_secret("key_file", path).strip()
     if _is_weak(key):
         fix = f"put at least {_SHORTEST_KEY} random bytes in it: openssl rand -hex 32"
         raise ConfigError("key_file", path, fix)
-    if found.st_mode & stat.S_IROTH:
-        logger.warning("%s: everyone on this machine can read this key: chmod o-r", path)
     return key
 
 
 def _is_weak(key: bytes) -> bool:
     return len(key) < _SHORTEST_KEY or len(set(key)) < _FEWEST_VALUES
-
-
-def _check_owner(field: str, path: str, found: os.stat_result) -> None:
-    """Raise :class:`ConfigError` if users other than this one and root can change a file."""
-    if found.st_mode & _OTHERS_WRITE:
-        raise ConfigError(field, path, "others may write it: chmod go-w")
-    if found.st_uid not in (0, os.geteuid()):
-        raise ConfigError(field, path, "it belongs to another user: chown it")
 
 
 def tls_files(folder: str) -> tuple[str, str, str]:
@@ -206,7 +190,7 @@ def tls_files(folder: str) -> tuple[str, str, str]:
         if not path.is_file():
             raise ConfigError("tls_dir", folder, f"{path.name} is missing in it")
     certificate, key, authority = map(str, paths)
-    _check_owner("tls_dir", key, os.stat(key))
+    check_owner("tls_dir", key, os.stat(key))
     return certificate, key, authority
 
 

@@ -21,6 +21,7 @@ import xxhash
 from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.protocol import cache_messages, codec, messages, nixl_messages, tickets
 from kvconnect.protocol.cache_hints import LONGEST_S, read_hints
+from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
@@ -131,7 +132,7 @@ def _admin() -> tuple[CacheAdmin, asyncio.AbstractEventLoop]:
 
     fleet: Any = SimpleNamespace(all=lambda: [engine], is_base=lambda model: True)
     pool: Any = SimpleNamespace(whole=whole)
-    tenants = Tenants(("key",), isolate=True)
+    tenants = Tenants((ApiKey("key"),), isolate=True)
     indexes = {engines.Role.PREFILL: PrefixIndex()}
     return CacheAdmin(fleet, pool, tenants, 1.0, indexes), asyncio.new_event_loop()
 

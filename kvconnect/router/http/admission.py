@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from kvconnect.errors import KVConnectError
+from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.options import RouterLimits
 
 
@@ -214,7 +215,7 @@ class Tenant(NamedTuple):
     """One client, by API key or network address.
 
     Attributes:
-        name: number of its key, or its address.
+        name: name or number of its key, or its address.
         secret: key of its cache salts; empty: its requests are not salted.
     """
 
@@ -237,12 +238,12 @@ class Tenants:
     ``isolate``: requests are salted by API key, so clients share no cached KV.
     """
 
-    def __init__(self, keys: Sequence[str], *, isolate: bool) -> None:
+    def __init__(self, keys: Sequence[ApiKey], *, isolate: bool) -> None:
         self._known = {
             f"Bearer {key}".encode(): Tenant(
-                f"key {number}", blake2b(key.encode()).digest() if isolate else b""
+                name or f"key {number}", blake2b(key.encode()).digest() if isolate else b""
             )
-            for number, key in enumerate(keys)
+            for number, (key, name) in enumerate(keys)
         }
 
     def find(self, authorization: str, address: str) -> Tenant | None:

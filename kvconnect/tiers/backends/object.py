@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +14,7 @@ from obstore.exceptions import BaseError
 from obstore.store import LocalStore, from_url
 
 from kvconnect.errors import ConfigError, TransferFailed
+from kvconnect.secret_files import read_secret
 from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
 from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
 
@@ -152,8 +152,8 @@ def _config(path: str) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, str | bool])
-    except (OSError, msgspec.DecodeError) as error:
+        return msgspec.json.decode(read_secret("config_file", path), type=dict[str, str | bool])
+    except msgspec.DecodeError as error:
         fix = f"name a file with one JSON object of texts: {error}"
         raise ConfigError("config_file", path, fix) from error
 

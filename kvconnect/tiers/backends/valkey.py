@@ -8,7 +8,6 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,6 +25,7 @@ from valkey.exceptions import (
 from valkey.retry import Retry
 
 from kvconnect.errors import ConfigError, TransferFailed
+from kvconnect.secret_files import read_secret_text
 from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
 from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
 
@@ -205,11 +205,7 @@ def _arguments(options: ValkeyOptions) -> dict[str, Any]:
     if options.user:
         found["username"] = options.user
     if options.password_file:
-        try:
-            found["password"] = Path(options.password_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            fix = f"name a file with the password: {error}"
-            raise ConfigError("password_file", options.password_file, fix) from error
+        found["password"] = read_secret_text("password_file", options.password_file)
     if options.tls_dir:
         context = _tls(options.tls_dir)
         found["connection_class"] = partial(_TlsConnection, context, options.tls_name)

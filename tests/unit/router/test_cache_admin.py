@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from kvconnect import cli
+from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.fleet.cache_reports import cache_stats
 from kvconnect.router.http.admission import Tenants
 from kvconnect.router.options import Listening
@@ -102,7 +103,7 @@ async def test_bad_requests_reach_no_engine_and_failures_are_named() -> None:
 @on_loop
 async def test_a_client_s_own_cache_is_named_by_its_key() -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
-    keys = ("first-key", "second-key")
+    keys = (ApiKey("first-key"), ApiKey("second-key"))
     async with administered([p], [d], listening=Listening(api_keys=keys)) as admin:
         tenant = Tenants(keys, isolate=True).find("Bearer second-key", "")
         assert tenant is not None

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from kvconnect import cli
+from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.fleet import watch
 from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.http.admission import Tenants
@@ -37,7 +38,7 @@ from tests.fakes.event_publisher import batch, publisher
 IDS = list(range(100, 118))
 """Four blocks of four tokens, and a part of a block."""
 A, B = Target(0), Target(1)
-KEYS = ("first-key", "second-key")
+KEYS = (ApiKey("first-key"), ApiKey("second-key"))
 NOTHING = HeldTokens(0, {})
 
 
@@ -256,7 +257,7 @@ async def test_the_command_names_the_prompt_as_for_hints(
 ) -> None:
     token, request, key = (tmp_path / name for name in ("token", "request.json", "key"))
     token.write_text(ADMIN_TOKEN)
-    key.write_text("third-key")
+    key.write_text("# the third's\ncarol third-key-0123456789\n")
     request.write_text(json.dumps({"prompt": IDS}))
     events = stored(range(1, 5)), moved(range(1, 3), "CPU")
     async with reporting(*events, listening=Listening(api_keys=KEYS)) as (admin, p, d):

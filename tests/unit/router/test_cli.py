@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvconnect import cli
+from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.options import (
     AdminAccess,
     Intervals,
@@ -28,6 +29,7 @@ from kvconnect.router.options import (
 from kvconnect.router.policy.loads import Engine, Role
 from kvconnect.router.policy.ranking import RankingPolicy
 
+ONE, TWO = "one-0123456789abcd", "two-0123456789abcd"
 NEEDED = ["router", "--prefill", "http://a:1", "--decode", "http://b:2"]
 
 
@@ -52,7 +54,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     token = tmp_path / "token"
     token.write_text("0123456789abcdef\n")
     keys = tmp_path / "keys"
-    keys.write_text("one\ntwo\n")
+    keys.write_text(f"# of team A\n{ONE}\n\n  alice\t{TWO} \r\n")
     argv = [
         *(
             "router",
@@ -95,7 +97,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             "http://e:2379/kv",
         ),
         admin=AdminAccess("::1", 82, "0123456789abcdef"),
-        listening=Listening("10.0.0.1", 81, True, "/c", "/k", ("one", "two")),
+        listening=Listening("10.0.0.1", 81, True, "/c", "/k", (ApiKey(ONE), ApiKey(TWO, "alice"))),
         prefill_policy=RankingPolicy.CACHE_AWARE,
         decode_policy=RankingPolicy.RANDOM,
         dp_minimum_tokens=True,
@@ -123,9 +125,9 @@ def test_a_unified_router_needs_no_prefill_engine(monkeypatch: pytest.MonkeyPatc
         ),
         ([*NEEDED, "--etcd", "http://a:2379"], "--etcd http://a:2379: use a URL with a prefix"),
         ([*NEEDED, "--admin-token-file", "/none"], "--admin-token-file /none: name a file"),
-        ([*NEEDED, "--api-key-file", "/dev/null"], "put a key"),
+        ([*NEEDED, "--api-key-file", "/dev/null"], "others may write it"),
         ([*NEEDED, "--tls-cert", "/c"], "--tls-cert /c: name --tls-cert and --tls-key"),
-        ([*NEEDED, "--admin-token-file", "/dev/null"], "put a token"),
+        ([*NEEDED, "--admin-token-file", "/dev/null"], "others may write it"),
         ([*NEEDED, "--prefill-policy", "best"], "--prefill-policy"),
         (["router", "--prefill", "a:1", "--decode", "http://b"], "--prefill a:1: use a URL"),
         ([*NEEDED, "http://b:2"], "--decode http://b:2: name each engine once"),

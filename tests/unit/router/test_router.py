@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import HttpVersion, HttpVersion10, HttpVersion11, web
 
+from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.fleet import watch
 from kvconnect.router.http import upstream_request
 from kvconnect.router.options import Listening, RouterLimits
@@ -734,7 +735,9 @@ async def test_bad_requests_are_named_and_reach_no_engine() -> None:
 @on_loop
 async def test_clients_name_a_key_where_keys_are_asked_for() -> None:
     p, d = pair()
-    async with bench([p], [d], listening=Listening(api_keys=("one", "two"))) as router:
+    async with bench(
+        [p], [d], listening=Listening(api_keys=(ApiKey("one"), ApiKey("two")))
+    ) as router:
         for key, want in (("two", 200), ("one", 200), ("three", 401), ("", 401)):
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             status, body, _ = await router.post(ASK, headers=headers)

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from kvconnect import memory
+from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.body import prefix_of, read_body
 from kvconnect.router.http.admission import BodyMemory, Busy, ClientConcurrency, Tenants
 from kvconnect.router.http.client_side import RequestReader
@@ -40,7 +41,7 @@ AWARE: dict[str, Any] = {
     "prefill_policy": RankingPolicy.CACHE_AWARE,
     "decode_policy": RankingPolicy.CACHE_AWARE,
 }
-KEYS = ("tenant a's key", "tenant b's key")
+KEYS = (ApiKey("tenant-a-s-key"), ApiKey("tenant-b-s-key"))
 
 
 def units(**more: Any) -> list[int]:
@@ -123,7 +124,7 @@ async def test_salts_follow_from_keys() -> None:
             return [body.get("cache_salt") for body in d.asked]
 
     p.asked.clear()
-    a, b = KEYS
+    a, b = (key for key, _ in KEYS)
     asked = [(a, None), (a, None), (b, None), (a, "own"), (b, "own"), (a, "other"), (b, 7)]
     found = await salts(False, *asked)
     assert found[0] == found[1] and len(set(found)) == 6
@@ -143,10 +144,10 @@ async def test_salts_follow_from_keys() -> None:
 def test_clients_are_their_keys_or_else_their_addresses() -> None:
     keyed, open_to_all = Tenants(KEYS, isolate=True), Tenants((), isolate=True)
     assert keyed.find("Bearer nobody's", "10.0.0.1") is None
-    assert keyed.find(KEYS[0], "10.0.0.1") is None
-    one = keyed.find(f"Bearer {KEYS[0]}", "10.0.0.1")
-    assert one and one == keyed.find(f"Bearer {KEYS[0]}", "10.0.0.2")
-    assert one != keyed.find(f"Bearer {KEYS[1]}", "10.0.0.1")
+    assert keyed.find(KEYS[0].key, "10.0.0.1") is None
+    one = keyed.find(f"Bearer {KEYS[0].key}", "10.0.0.1")
+    assert one and one == keyed.find(f"Bearer {KEYS[0].key}", "10.0.0.2")
+    assert one != keyed.find(f"Bearer {KEYS[1].key}", "10.0.0.1")
     named = [
         open_to_all.find("Bearer any", address)
         for address in ("10.0.0.1", "10.0.0.2", "fd00::1", "fd00::2", "fd01::1", "::ffff:10.0.0.1")
@@ -174,7 +175,7 @@ async def test_a_client_with_many_requests_does_not_hold_up_others() -> None:
     p, d = FakeEngine(prefills), FakeEngine(hangs)
     listening = Listening(api_keys=KEYS)
     async with bench([p], [d], listening=listening, client_concurrent=1) as router:
-        a, b = ({"Authorization": f"Bearer {key}"} for key in KEYS)
+        a, b = ({"Authorization": f"Bearer {key}"} for key, _ in KEYS)
         first = asyncio.create_task(router.post(ASK, headers=a))
         await until(lambda: len(d.asked) == 1)
         status, body, headers = await router.post(ASK, headers=a)

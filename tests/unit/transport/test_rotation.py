@@ -161,7 +161,7 @@ def test_a_key_that_everyone_reads_is_remarked_upon(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     read_key_file(put(tmp_path / "key", OLD, 0o644))
-    assert "everyone on this machine can read this key" in caplog.text
+    assert "everyone on this machine can read this" in caplog.text
 
 
 @pytest.mark.parametrize("spoil", ["empty", "readable", "fine"])

@@ -1,0 +1,57 @@
+"""The clients' API keys, as the file of ``--api-key-file`` lists them."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from kvconnect.errors import ConfigError
+
+SHORTEST_KEY = 16
+"""Fewest characters of a key."""
+
+_KEY = re.compile(r"[!-~]*")  # what an HTTP header carries unchanged
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class ApiKey(NamedTuple):
+    """One client: its key, and its name for the operator. Empty: it has none."""
+
+    key: str
+    name: str = ""
+
+
+def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
+    """Return the keys in a file's text: ``KEY`` or ``NAME KEY`` a line, and comments after ``#``.
+
+    Raises:
+        ConfigError: a line is something else, or a key or name stands twice. The line is named by
+            its number, since its text may be a key.
+    """
+    found: list[ApiKey] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if wrong := _wrong(words, found):
+            raise ConfigError(field, path, f"line {number}: {wrong}")
+        found.append(ApiKey(words[-1], words[0] if len(words) > 1 else ""))
+    if not found:
+        raise ConfigError(field, path, "put a key in it, or several, one a line")
+    return tuple(found)
+
+
+def _wrong(words: list[str], before: list[ApiKey]) -> str:
+    """Return what is wrong with a line, empty if nothing."""
+    *names, key = words
+    if len(names) > 1 or key.startswith("#"):
+        return "write KEY or NAME KEY, and comments on lines of their own that begin with #"
+    if len(key) < SHORTEST_KEY:
+        return f"use a key of {SHORTEST_KEY} characters or more: openssl rand -hex 32"
+    if not _KEY.fullmatch(key):
+        return "use a key of printable ASCII characters"
+    if names and not _NAME.fullmatch(names[0]):
+        return "use a name of at most 64 letters, digits, dots, hyphens and underscores"
+    if any(each.key == key or names == [each.name] for each in before):
+        return "its key or name stands on a line before it"
+    return ""
