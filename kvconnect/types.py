@@ -60,6 +60,7 @@ class FailureCause(str, Enum):
     PEER = "peer"  # the peer died or its connection broke
     REFUSED = "refused"  # a ticket or handshake was rejected, on either side
     GONE = "gone"  # the peer no longer has the blocks: expired or aborted
+    PROMPT = "prompt"  # the peer computes another prompt
 
 
 class Rank(NamedTuple):

@@ -111,7 +111,9 @@ class DecodeExecutor:
         """
         if isinstance(message, Fail):
             cause = _CAUSES.get(message.cause, FailureCause.PEER)
-            self._run_actions(self._receiver.failed(session.peer, message.want, cause))
+            self._run_actions(
+                self._receiver.failed(session.peer, message.want, cause, message.detail)
+            )
         elif isinstance(message, Alive):
             self._receiver.alive(session.peer, message.wants, time.monotonic())
         elif isinstance(message, PagesReady):
@@ -215,7 +217,11 @@ class DecodeExecutor:
         self._sessions.send(
             session.peer,
             ReadRequest(
-                want=request.read_id, transfer=request.transfer, early=request.early, parts=parts
+                want=request.read_id,
+                transfer=request.transfer,
+                early=request.early,
+                parts=parts,
+                prompt=request.prompt,
             ),
         )
 

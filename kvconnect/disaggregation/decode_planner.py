@@ -15,6 +15,7 @@ from kvconnect.disaggregation.prefill_reads import GroupView, wire_ids
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.messages import FailedBlock
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
 
 MAX_WAIT_S = 600.0
@@ -49,6 +50,7 @@ class RequestPages(NamedTuple):
     transfer: TransferId
     early: bool
     spans: tuple[Span, ...]
+    prompt: PromptIdentity = NO_PROMPT
 
 
 class CancelReceive(NamedTuple):
@@ -155,6 +157,7 @@ class _ReceiveJob:
     progress_at: float
     reads: list[_AwaitedPages] = field(default_factory=list)
     cause: FailureCause | None = None  # why the job was given up
+    detail: str = ""  # what the peer said of it
     failures: dict[tuple[int, int], FailureCause] = field(default_factory=dict)
 
     def give_up(self, cause: FailureCause) -> list[Action]:
@@ -187,7 +190,7 @@ class _ReceiveJob:
         for place in places:
             self.failures.setdefault(place, self.cause or FailureCause.REFUSED)
         failures = (FailedBlock(*place, -1, cause) for place, cause in self.failures.items())
-        return ReceiveReport(self.receive.job, tuple(failures))
+        return ReceiveReport(self.receive.job, tuple(failures), detail=self.detail)
 
 
 class _ConnectedPeer(NamedTuple):
@@ -280,11 +283,14 @@ class DecodePlanner:
         read.state = TRANSFER.after(read.state, Event.COMPLETED)
         return self._advance(job)
 
-    def failed(self, peer: int, read_id: int, cause: FailureCause) -> list[Action]:
-        """The peer has refused a read or stopped serving it."""
+    def failed(
+        self, peer: int, read_id: int, cause: FailureCause, detail: str = ""
+    ) -> list[Action]:
+        """The peer has refused a read or stopped serving it; ``detail`` is its reason."""
         read = self._reads.get((peer, read_id))
         if read is None or read.state is not TransferState.MOVING:
             return []
+        read.job.detail = read.job.detail or detail
         return self._fail(read.job, cause)
 
     def alive(self, peer: int, read_ids: Sequence[int], now: float) -> None:
@@ -339,7 +345,7 @@ class DecodePlanner:
         self._reads[peer, read.read_id] = read
         job = read.job.receive
         spans = tuple(span for _, span in sorted(read.spans.items()))
-        return [RequestPages(peer, read.read_id, job.transfer, job.early, spans)]
+        return [RequestPages(peer, read.read_id, job.transfer, job.early, spans, job.prompt)]
 
     def _fail(self, job: _ReceiveJob, cause: FailureCause) -> list[Action]:
         return job.give_up(cause) + self._advance(job)

@@ -19,6 +19,7 @@ from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferE
 from kvconnect.disaggregation.states import LEASE, Event, Lease
 from kvconnect.errors import Misuse
 from kvconnect.offload.jobs import NULL_BLOCK, Owner
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, Rank, Span, TransferId, TransferType
 
@@ -178,8 +179,16 @@ class Leases:
         leases = self._leases.values()
         return any(lease.blocks or lease.state is Lease.WITHDRAWN for lease in leases)
 
-    def open(self, req_id: str, transfer: TransferId, tokens: int, now: float) -> bool:
-        """Start a lease of the prompt's first ``tokens`` and announce it to the workers.
+    def open(
+        self,
+        req_id: str,
+        transfer: TransferId,
+        tokens: int,
+        now: float,
+        prompt: PromptIdentity = NO_PROMPT,
+    ) -> bool:
+        """Start a lease of the prompt's first ``tokens`` and announce it to the workers, which
+        refuse readers of another ``prompt``.
 
         Return False if the transfer already has a lease; the request is then an ordinary one.
         """
@@ -189,7 +198,7 @@ class Leases:
         end = [-(-tokens // group.block_tokens) for group in self._groups]
         lease = _Lease(transfer, tokens, _LeaseLife(now), first, end)
         self._leases[transfer] = self._requests[req_id] = lease
-        self._offers.append(OfferBlocks(transfer))
+        self._offers.append(OfferBlocks(transfer, prompt=prompt))
         return True
 
     def offer(
@@ -275,6 +284,9 @@ class Leases:
                 self.returned += len(lease.blocks)
         elif notice.kind is NoticeKind.DECLINED:
             self._withdraw(lease, Event.ABORT, now)
+        elif notice.kind is NoticeKind.MISMATCHED:
+            if not lease.readers:  # else its own reader has come, and this is another
+                self._withdraw(lease, Event.ABORT, now)
         elif not lease.ended:
             if notice.reader is not None:
                 lease.record_reader(notice.reader, notice.kind)

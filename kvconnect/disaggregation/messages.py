@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvconnect.offload.messages import JobReport
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 
 
@@ -25,12 +26,13 @@ class PrefillSource:
 class OfferBlocks:
     """Prefill side: these blocks are complete after this step's forward.
 
-    The first offer may be empty: it announces the transfer. The blocks are held until every worker
-    has answered a :class:`Withdraw`.
+    The first offer may be empty: it announces the transfer and its prompt. The blocks are held
+    until every worker has answered a :class:`Withdraw`.
     """
 
     transfer: TransferId
     spans: tuple[Span, ...] = ()
+    prompt: PromptIdentity = NO_PROMPT
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Receive:
             tokens of the blocks.
         early: the prefill engine may not know the transfer yet.
         deadline_s: seconds without progress that end the receive.
+        prompt: the request's; the prefill engine refuses any other than its own.
     """
 
     job: JobId
@@ -64,6 +67,7 @@ class Receive:
     tokens: tuple[tuple[int, int], ...]
     early: bool
     deadline_s: float
+    prompt: PromptIdentity = NO_PROMPT
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class NoticeKind(str, Enum):
     LEFT = "left"  # a reader gave up, or was lost
     RENEWED = "renewed"  # a decode engine still waits for the blocks
     DECLINED = "declined"  # the decode engine does not need the blocks
+    MISMATCHED = "mismatched"  # a reader has another prompt and was refused
     WITHDRAWN = "withdrawn"  # this worker's answer to a Withdraw
 
 
@@ -135,6 +140,7 @@ class TransferEvent(NamedTuple):
         nbytes: DONE: bytes sent.
         seconds: DONE: duration of their transfers.
         moved: DONE: times for a trace, if the engine traces.
+        detail: MISMATCHED: how the prompts differ.
     """
 
     transfer: TransferId
@@ -144,16 +150,19 @@ class TransferEvent(NamedTuple):
     nbytes: int = 0
     seconds: float = 0.0
     moved: PeerTransfer | None = None
+    detail: str = ""
 
 
 @dataclass(frozen=True)
 class ReceiveReport(JobReport):
     """One worker's answer to a :class:`Receive`.
 
-    ``moved``: the reads from each worker; empty unless the engine traces.
+    ``moved``: the reads from each worker; empty unless the engine traces. ``detail``: what the
+    prefill engine said when it ended a read.
     """
 
     moved: tuple[PeerTransfer, ...] = ()
+    detail: str = ""
 
 
 @dataclass

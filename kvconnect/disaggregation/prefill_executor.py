@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ from kvconnect.protocol.messages import (
     Renew,
 )
 from kvconnect.transport.base import Drained, Fence, OutgoingPages, PagesSent, PeerId
-from kvconnect.types import Rank, TransferId, TransferType
+from kvconnect.types import FailureCause, Rank, TransferId, TransferType
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 """Seconds between heartbeats to readers that wait for pages."""
@@ -143,6 +146,9 @@ class PrefillExecutor:
             self._sessions.transport.cancel(session.peer, action.read_id)
         elif isinstance(action, prefill_planner.RefuseRead):
             session.meter.forget(action.read_id)
+            if action.cause is FailureCause.PROMPT:
+                logger.warning("refused a read of %s: %s", session.name, action.detail)
+                self._sessions.stats.count("handoff_refused", label="prompt")
             fail = Fail(want=action.read_id, cause=action.cause.value, detail=action.detail)
             self._sessions.send(session.peer, fail)
         elif isinstance(action, prefill_planner.AnnounceReady):
@@ -182,4 +188,5 @@ def _accepted(session: Session, message: ReadRequest) -> AcceptedRead:
         session.reader,
         session.views,
         message.parts,
+        message.prompt,
     )

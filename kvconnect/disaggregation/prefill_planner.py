@@ -85,6 +85,8 @@ class _TransferTable:
             return [
                 RefuseRead(request.peer, request.read_id, offered.cause, "the blocks were released")
             ]
+        if mismatch := offered.mismatch(request):
+            return mismatch
         if offered.serves(request.reader):
             detail = "this transfer was already sent to this reader"
             return [RefuseRead(request.peer, request.read_id, FailureCause.REFUSED, detail)]
@@ -173,7 +175,8 @@ class PrefillPlanner:
         return f"<PrefillPlanner {len(transfers.offered)} transfers, {reads} reads>"
 
     def offer(self, offer: OfferBlocks) -> list[Action]:
-        """These blocks are written in the current step; an empty offer announces a transfer.
+        """These blocks are written in the current step; an empty offer announces a transfer. The
+        first one names the prompt that readers must have.
 
         Raises:
             Misuse: the step has begun to write.
@@ -183,7 +186,7 @@ class PrefillPlanner:
         actions: list[Action] = []
         offered = self._transfers.offered.get(offer.transfer)
         if offered is None:
-            offered = self._transfers.offered[offer.transfer] = OfferedTransfer()
+            offered = self._transfers.offered[offer.transfer] = OfferedTransfer(offer.prompt)
             if self._declined.pop(offer.transfer, None) is not None:
                 actions += self.decline(offer.transfer)
             parked = [

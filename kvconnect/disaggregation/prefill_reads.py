@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from kvconnect.disaggregation.messages import NoticeKind, TransferEvent
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import Misuse, ProtocolError, contained
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, difference
 from kvconnect.types import FailureCause, Rank, Span, TransferId
 
 
@@ -33,7 +34,7 @@ class GroupView(NamedTuple):
 class AcceptedRead(NamedTuple):
     """A read request of a peer. ``views``: by group; groups that only one worker has are missing.
     ``parts``: (group, first wire block, count), groups ascending. ``early``: this worker may not
-    know the transfer yet."""
+    know the transfer yet. ``prompt``: the peer's."""
 
     peer: int
     read_id: int
@@ -42,6 +43,7 @@ class AcceptedRead(NamedTuple):
     reader: Rank
     views: Mapping[int, GroupView]
     parts: Sequence[tuple[int, int, int]]
+    prompt: PromptIdentity = NO_PROMPT
 
 
 # Actions ---------------------------------------------------------------------------------
@@ -232,6 +234,7 @@ class ServedRead:
 class OfferedTransfer:
     """A transfer that the scheduler has announced."""
 
+    prompt: PromptIdentity = NO_PROMPT
     ready: dict[int, tuple[Span, Any]] = field(default_factory=dict)  # by group, with the fence
     readers: dict[tuple[int, int], ServedRead] = field(default_factory=dict)  # by peer and read id
     cause: FailureCause | None = None  # why the transfer was withdrawn
@@ -247,6 +250,17 @@ class OfferedTransfer:
             raise Misuse(f"group {span.group}: blocks from {span.first} on are offered out of turn")
         before.block_ids.extend(span.block_ids)
         self.ready[span.group] = before, fence
+
+    def mismatch(self, request: AcceptedRead) -> list[Action]:
+        """Refuse a reader of another prompt and tell the scheduler; return [] for an equal one."""
+        detail = difference(self.prompt, request.prompt)
+        if not detail:
+            return []
+        event = TransferEvent(request.transfer, NoticeKind.MISMATCHED, request.reader)
+        return [
+            RefuseRead(request.peer, request.read_id, FailureCause.PROMPT, detail),
+            ReportNotice(event._replace(detail=detail)),
+        ]
 
     def serves(self, rank: Rank) -> bool:
         """Whether a reader of this rank is being served, or was."""

@@ -17,6 +17,7 @@ from kvconnect.disaggregation.messages import Drop, Keep, PrefillSource, Receive
 from kvconnect.disaggregation.states import HANDOFF, Event, Handoff
 from kvconnect.errors import Misuse
 from kvconnect.offload.jobs import Hold, Ledger, Owner, first_cause
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId, Span, TransferId, TransferType
 
@@ -56,6 +57,7 @@ class _OpenHandoff:
     source: PrefillSource | None  # None: refused
     early: bool
     renewed: bool  # the workers renew its lease, or need not
+    prompt: PromptIdentity = NO_PROMPT
     state: Handoff = HANDOFF.start
     job: JobId | None = None
 
@@ -72,6 +74,7 @@ class _ReceiveInFlight:
     answers: int = 0
     failures: dict[tuple[int, int], FailureCause] = field(default_factory=dict)
     overdue: bool = False
+    detail: str = ""  # what the prefill engine said of a failure
 
 
 class Receives:
@@ -107,15 +110,23 @@ class Receives:
         """Whether a report's job was numbered here."""
         return job > _JOBS
 
-    def open(self, req_id: str, transfer: TransferId, source: PrefillSource, early: bool) -> bool:
-        """A request arrived whose blocks another engine has, or (``early``) will have.
+    def open(
+        self,
+        req_id: str,
+        transfer: TransferId,
+        source: PrefillSource,
+        early: bool,
+        prompt: PromptIdentity = NO_PROMPT,
+    ) -> bool:
+        """A request with this prompt arrived whose blocks another engine has, or (``early``) will
+        have.
 
         Return False if another request receives the same transfer; this one is then an ordinary
         request. A transfer is sent once, but a client may ask for several answers.
         """
         if any(handoff.transfer == transfer for handoff in self._requests.values()):
             return False
-        self._requests[req_id] = _OpenHandoff(req_id, transfer, source, early, renewed=False)
+        self._requests[req_id] = _OpenHandoff(req_id, transfer, source, early, False, prompt)
         return True
 
     def refuse(self, req_id: str, field: str) -> None:
@@ -156,6 +167,7 @@ class Receives:
             tuple(_needed(self._groups[span.group], span, total_tokens) for span in spans),
             handoff.early,
             self._limits.deadline_s,
+            handoff.prompt,
         )
         blocks = tuple(block for span in spans for block in span.block_ids)
         end = now + _ANSWER_FACTOR * receive.deadline_s
@@ -197,6 +209,7 @@ class Receives:
             # Any other cause replaces SKIPPED, since it says more.
             if in_flight.failures.get(place) in (None, FailureCause.SKIPPED):
                 in_flight.failures[place] = failure.cause
+        in_flight.detail = in_flight.detail or report.detail
         in_flight.answers += 1
         if in_flight.answers < self._limits.workers:
             return None
@@ -204,6 +217,8 @@ class Receives:
         self.ledger.settle(report.job)
         handoff = in_flight.handoff
         dropped = handoff.state is Handoff.DROPPING
+        if in_flight.detail and not dropped:
+            logger.warning("request %s: hand-off failed: %s", handoff.req_id, in_flight.detail)
         handoff.state = HANDOFF.after(handoff.state, Event.ANSWERED)
         cause = first_cause(in_flight.failures.values())
         # A finished request computes nothing more.

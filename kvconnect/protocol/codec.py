@@ -23,7 +23,7 @@ import msgspec
 
 from kvconnect.errors import Misuse, ProtocolError, Refused
 
-PROTOCOL = (1, 1)
+PROTOCOL = (2, 2)
 """First and last version of the wire protocol that this code speaks."""
 
 NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f]+\Z"

@@ -4,7 +4,8 @@ The *reader* (decode side) connects, the *source* (prefill side) listens. Both s
 :class:`Hello` first. When they agree (``negotiation.py``), the reader requests pages::
 
     reader                                     source
-      ReadRequest(want=1, transfer, parts) ---> |   sends pages on the data connections as they
+      ReadRequest(want=1, transfer, prompt, --> |   compares the prompt with its own; sends pages
+                  parts)                        |   on the data connections as they
       | <------------- Alive(wants=[1])         |   are computed; tells now and then that it does
       | <------------- PagesReady(want=1)       |   all pages are computed
       ReadDone(want=1) -----------------------> |   all pages have arrived, or
@@ -25,6 +26,7 @@ from msgspec import Meta
 
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol.codec import MAX_MESSAGE, NO_CONTROLS, PROTOCOL, decode_struct
+from kvconnect.protocol.prompts import PromptIdentity
 from kvconnect.types import Rank
 
 MAX_TEXT = 2048
@@ -35,7 +37,7 @@ REFUSAL_FIELDS = frozenset(
         *("auth", "protocol", "ticket", "params", "groups", "window", "chunk", "block_tokens"),
         *("page_tokens", "splittable", "kv_heads", "heads", "row_bytes", "layers", "format"),
         *("model", "architecture", "dtype", "cache_dtype", "packing", "tokens_ahead", "other"),
-        *("transport", "rate"),
+        *("transport", "rate", "prompt"),
     }
 )
 """Every ``field`` of a :class:`Refused` that a session or a ticket can raise: metric labels."""
@@ -140,13 +142,14 @@ class ReadRequest(msgspec.Struct, tag="want"):
     """Reader: send pages of a transfer.
 
     ``parts``: (group, first wire block, count), groups ascending. ``early``: the source may not
-    know the transfer yet (push).
+    know the transfer yet (push). ``prompt``: the reader's, which must be the source's.
     """
 
     want: ReadId
     transfer: Transfer
     early: bool
     parts: Annotated[list[tuple[_Group, _Block, _Blocks]], Meta(min_length=1, max_length=1024)]
+    prompt: PromptIdentity
 
 
 class Cancel(msgspec.Struct, tag="cancel"):

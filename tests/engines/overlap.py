@@ -7,6 +7,7 @@ somebody's. So an order of events in which a copy comes too late is seen where i
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -37,13 +38,18 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 
-from kvconnect.disaggregation.messages import NoticeKind, PrefillSource, Receive, TransferEvent
-from kvconnect.engines.vllm import register, translate
+from kvconnect.disaggregation.messages import (
+    NoticeKind,
+    PrefillSource,
+    Receive,
+    ReceiveReport,
+    TransferEvent,
+)
+from kvconnect.engines.vllm import register
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.tickets import TicketIssuer
 from kvconnect.offload.messages import FailedBlock, JobReport, LoadBlocks, StoreBlocks
-from kvconnect.protocol.tickets import parse_request
 from kvconnect.types import Endpoint, FailureCause, Rank, TransferId
 from tests.engines.models import engine_args
 from tests.engines.siblings import Sibling
@@ -233,11 +239,12 @@ class Device:
         self.engine.seen[f"{type(job).__name__} {'failed' if fails else 'done'}"] += 1
         end = self._receive if isinstance(job, Receive) else self._copy
         failures = end(job, fails)  # type: ignore[operator]
-        report = JobReport(job.job, failures)
+        if isinstance(job, Receive):
+            self.reports.arrivals.append(ReceiveReport(job.job, failures))
+        else:
+            self.reports.reports.append(JobReport(job.job, failures))
         if isinstance(job, StoreBlocks):
-            self.reports.reports.append(report)
             return
-        (self.reports.arrivals if isinstance(job, Receive) else self.reports.reports).append(report)
         self.finished.add(job.req_id)
         self.errors |= {failure.block_id for failure in failures}
 
@@ -409,9 +416,7 @@ class Engine:
 
     def ticket(self, prompt: tuple[int, ...]) -> dict[str, Any]:
         """Return what a prefill engine gives out for a prompt."""
-        plain = Request("plain", list(prompt), SamplingParams(max_tokens=1), None)
-        asked = parse_request({"do_remote_decode": True})
-        transfer = self.tickets.transfer_id_of("plain", asked, translate.prompt_content(plain))
+        transfer = TransferId(secrets.token_bytes(16))
         answer = self.tickets.answer("plain", transfer, len(prompt) - 1)
         assert answer is not None
         return answer

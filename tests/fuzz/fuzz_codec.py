@@ -35,6 +35,7 @@ from kvconnect.protocol import (
 )
 from kvconnect.protocol.auth import ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.negotiation import negotiate
+from kvconnect.protocol.prompts import NO_PROMPT
 from kvconnect.types import Endpoint, Rank
 from tests.fuzz import readers
 
@@ -66,7 +67,7 @@ HELLO = messages.Hello(
 MESSAGES = [
     HELLO,
     messages.Reject("model", "differs"),
-    messages.ReadRequest(1, TRANSFER, True, [(0, 0, 5), (1, 2, 3)]),
+    messages.ReadRequest(1, TRANSFER, True, [(0, 0, 5), (1, 2, 3)], NO_PROMPT),
     messages.Cancel(1),
     messages.ReadDone(1),
     messages.Fail(1, "gone", "expired"),

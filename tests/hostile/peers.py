@@ -21,6 +21,7 @@ from kvconnect.errors import ProtocolError, Refused, TransferFailed
 from kvconnect.protocol import codec, messages, nixl_messages, tickets
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.messages import PROBE_READ_ID, GroupHello, Hello
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, identify
 from kvconnect.testing.buffers import PageMemory, plain_unit
 from kvconnect.transport import Security, Transport, make_transport
 from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerUp
@@ -228,12 +229,16 @@ class Speaker:
         self._last = number = self._last + 1 if rng.random() < 0.98 else number
         if rng.random() < 0.9:
             return messages.ReadRequest(
-                number, transfer, rng.random() < 0.5, [(0, 0, rng.choice([1, 9]))]
+                number, transfer, rng.random() < 0.5, [(0, 0, rng.choice([1, 9]))], self._prompt()
             )
         places = [0, 0, 0, 1, 63], [0, 1, 3, 9, (1 << 40) - 1], [1, 2, 9, 10, 10, (1 << 24) - 1]
         count = rng.choice([1, 1, 1, 1, 2, 1024])
         parts = [tuple(rng.choice(each) for each in places) for _ in range(count)]
-        return messages.ReadRequest(number, transfer, rng.random() < 0.5, sorted(parts))  # type: ignore[arg-type]
+        early, prompt = rng.random() < 0.5, self._prompt()
+        return messages.ReadRequest(number, transfer, early, sorted(parts), prompt)  # type: ignore[arg-type]
+
+    def _prompt(self) -> PromptIdentity:
+        return NO_PROMPT if self._rng.random() < 0.9 else identify([1], self._rng.random())
 
 
 def _play_readers(outcome: Outcome, rng: random.Random, count: int) -> None:

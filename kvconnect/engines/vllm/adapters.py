@@ -18,6 +18,7 @@ from kvconnect.bounded import remember
 from kvconnect.cache.model_identity import model_folder, model_name
 from kvconnect.engines.vllm import translate
 from kvconnect.errors import Incompatible
+from kvconnect.protocol.prompts import PromptIdentity
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -111,10 +112,10 @@ class Adapters:
         remember(self._contents, path, known, MOST_DIGESTS)
         return known[1]
 
-    def prompt_content(self, request: Request) -> bytes:
-        """See :func:`translate.prompt_content`."""
+    def prompt_identity(self, request: Request) -> PromptIdentity:
+        """See :func:`translate.prompt_identity`."""
         lora = request.lora_request
-        return translate.prompt_content(request, self.contents(lora) if lora else "")
+        return translate.prompt_identity(request, self.contents(lora) if lora else "")
 
 
 def _digest(path: str) -> str:

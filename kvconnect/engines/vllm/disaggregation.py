@@ -238,13 +238,13 @@ class DisaggregationScheduler:
         if asked.wants_standing_ticket:
             self.tickets.request_standing_ticket(request.request_id, asked.rank)
             return None
-        content = self._adapters.prompt_content(request)
-        transfer = self.tickets.transfer_id_of(request.request_id, asked, content)
+        prompt = self._adapters.prompt_identity(request)
+        transfer = asked.transfer_id or TransferId(secrets.token_bytes(16))
         tokens = request.num_prompt_tokens - 1  # the decode engine computes the last one
         if tokens and _has_states(self._groups) and not asks_one_token(request):
             raise Refused("params", "this model's states are handed off with max_tokens 1 only")
-        if tokens and not self.leases.open(request.request_id, transfer, tokens, now):
-            raise Refused("params", "a live request has the same transfer_id and prompt")
+        if tokens and not self.leases.open(request.request_id, transfer, tokens, now, prompt):
+            raise Refused("params", "a live request has the same transfer_id")
         if tokens and _has_states(self._groups):
             drop_last_token(request)
         return transfer if tokens else None
@@ -254,10 +254,10 @@ class DisaggregationScheduler:
             raise Refused(
                 "params", "this engine does not receive: set kv_role to kv_consumer or kv_both"
             )
-        tokens, content = request.num_prompt_tokens - 1, self._adapters.prompt_content(request)
-        admitted = self.tickets.admit(asked, tokens, content)
-        opened = self.receives.open(request.request_id, *admitted)
-        if opened and not tokens:  # one token, or rejected by vLLM's front end
+        prompt = self._adapters.prompt_identity(request)
+        admitted = self.tickets.admit(asked)
+        opened = self.receives.open(request.request_id, *admitted, prompt)
+        if opened and request.num_prompt_tokens < 2:  # or rejected by vLLM's front end
             self.decline(request.request_id)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import time
 from typing import Any, NamedTuple
 
@@ -23,12 +21,6 @@ from kvconnect.types import TransferId
 
 STANDING_TICKET_S = 120.0  # routers renew it in time; an engine restart ends it at once
 CARD_EXPIRY_KEY = "kvconnect_card_expires_in"
-
-
-def _transfer_id(raw: bytes, content: bytes) -> TransferId:
-    """Return the id of a transfer of this prompt content. Both sides derive it, so that no reader
-    can take blocks of another prompt."""
-    return TransferId(hashlib.sha256(raw + content).digest()[:16])
 
 
 class AdmittedTransfer(NamedTuple):
@@ -56,7 +48,6 @@ class TicketIssuer:
         self._rank = rank
         self._lease_s = lease_s
         self._standing: set[str] = set()  # requests for a standing ticket
-        self._raw_ids: dict[str, bytes] = {}  # by request: the transfer id that the router knows
 
     def request_standing_ticket(self, req_id: str, rank: int) -> None:
         """Note a request for a standing ticket of the engine with this rank, or of any (-1).
@@ -69,11 +60,6 @@ class TicketIssuer:
             raise Refused("params", f"no standing ticket: {fix}")
         self._standing.add(req_id)
 
-    def transfer_id_of(self, req_id: str, asked: HandoffRequest, content: bytes) -> TransferId:
-        """Return the id of a transfer that starts here, for a prompt with this content."""
-        raw = self._raw_ids[req_id] = asked.transfer_id or secrets.token_bytes(16)
-        return _transfer_id(raw, content)
-
     def answer(
         self, req_id: str, transfer: TransferId | None, tokens: int, alone: bool = True
     ) -> dict[str, Any] | None:
@@ -81,7 +67,6 @@ class TicketIssuer:
         ``transfer`` if its blocks stay available, or None. MultiConnector ends the engine if two
         connectors return the same key, so without ``alone`` the keys are only KVConnect's.
         """
-        raw = self._raw_ids.pop(req_id, b"")
         if req_id in self._standing:
             self._standing.remove(req_id)
             return {
@@ -91,7 +76,7 @@ class TicketIssuer:
         if transfer is None:
             return None
         ticket = {
-            "transfer_id": raw.hex(),
+            "transfer_id": transfer.hex(),
             TICKET_KEY: self._issue(transfer, tokens, self._lease_s),
         }
         if not alone:
@@ -109,14 +94,12 @@ class TicketIssuer:
             **ticket,
         }
 
-    def admit(self, asked: HandoffRequest, tokens: int, content: bytes) -> AdmittedTransfer:
-        """Verify a request's ticket; return the transfer that it may receive.
-
-        A request with nothing to load (``tokens`` 0) is not compared with its ticket: requests
-        that vLLM's front end rejected look the same, and the prefill engine must be told of them.
+    def admit(self, asked: HandoffRequest) -> AdmittedTransfer:
+        """Verify a request's ticket; return the transfer that it may receive. The prefill engine
+        compares the prompts.
 
         Raises:
-            Refused: the ticket is invalid, or for another prompt.
+            Refused: the ticket is invalid, or for another transfer.
         """
         key, also = self._keys.current()
         ticket = verify(asked.ticket, key, time.time(), self.source.engine_id, also)
@@ -124,16 +107,14 @@ class TicketIssuer:
             raise Refused(
                 "params", "transfer_id is missing: pass on the one that came with the ticket"
             )
-        transfer = _transfer_id(asked.transfer_id, content)
-        if ticket.transfer and tokens and (ticket.transfer, ticket.tokens) != (transfer, tokens):
+        if ticket.transfer not in (b"", asked.transfer_id):
             raise Refused(
-                "ticket", "the ticket is for another prompt: send the prompt it came with"
+                "ticket", "the ticket is for another transfer_id: send the one it came with"
             )
         source = PrefillSource(
             ticket.engine_id, ticket.epoch, ticket.endpoints, ticket.tp, ticket.pp
         )
-        transfer = TransferId(ticket.transfer or transfer)
-        return AdmittedTransfer(transfer, source, early=not ticket.transfer)
+        return AdmittedTransfer(asked.transfer_id, source, early=not ticket.transfer)
 
     def _issue(self, transfer: TransferId, tokens: int, lifetime_s: float) -> str:
         source = self.source

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry, view_segmen
 from kvconnect.engines.vllm.cache_specs import cache_group, packs_pages
 from kvconnect.engines.vllm.states import state_format
 from kvconnect.errors import Incompatible, Refused
+from kvconnect.protocol.prompts import PromptIdentity, identify
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -112,9 +112,9 @@ def is_of_tokens(request: Request) -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
-def prompt_content(request: Request, adapter: str = "") -> bytes:
-    """Return a digest of everything that a prompt's KV depends on, except the model. ``adapter``:
-    what the files of the request's adapter contain.
+def prompt_identity(request: Request, adapter: str = "") -> PromptIdentity:
+    """Return what a prompt's KV depends on, except the model. ``adapter``: what the files of the
+    request's adapter contain.
 
     Raises:
         Refused: the prompt has embeddings.
@@ -122,13 +122,12 @@ def prompt_content(request: Request, adapter: str = "") -> bytes:
     if not is_of_tokens(request):
         raise Refused("params", "prompts given as embeddings are not handed off")
     lora = request.lora_request
-    parts = (
+    context = (
         (lora.name, adapter) if lora else None,
         request.cache_salt,
         [(item.identifier, str(item.mm_position)) for item in request.mm_features],
     )
-    tokens = array("q", request.prompt_token_ids).tobytes()
-    return hashlib.sha256(tokens + json.dumps(parts).encode()).digest()
+    return identify(request.prompt_token_ids, context)
 
 
 def hash_block_tokens(config: VllmConfig, kv_cache: KVCacheConfig) -> int:

@@ -51,7 +51,8 @@ _LOWER = (Tier.DISK.value, Tier.PEER.value, Tier.REMOTE.value)
 _SECONDARY = Label("tier", _LOWER)
 _SOURCE = Label("source", _values(PromptSource))
 _DECISION = Label("reason", (*_values(LoadReason), "hinted", "late", "no_space"))
-_CAUSE = Label("cause", _values(FailureCause))
+_HANDOFF_CAUSE = Label("cause", _values(FailureCause))
+_CAUSE = Label("cause", tuple(c for c in _values(FailureCause) if c != FailureCause.PROMPT.value))
 _QUARANTINE = Label("cause", tuple(cause.value for cause in QUARANTINED))
 _REASON = Label("reason", ("no_space", "busy"))
 _HINT = Label("hint", _values(CacheHint))
@@ -248,7 +249,7 @@ CATALOG: tuple[Metric, ...] = (
            aliases=(Alias("vllm:nixl_num_failed_transfers", only=("failed",)),)),
     Metric("handoff_failures", "counter", "requests",
            "Received requests with outcome `failed`, by the first cause found.",
-           "the last rank reports a failed hand-off", label=_CAUSE),
+           "the last rank reports a failed hand-off", label=_HANDOFF_CAUSE),
     Metric("handoff_expired_leases", "counter", "leases",
            "Leases that expired before a decode engine had every page.",
            "a lease's deadline passes", absent=(SGLANG,),

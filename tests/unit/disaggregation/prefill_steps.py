@@ -16,12 +16,14 @@ from kvconnect.disaggregation.prefill_planner import (
     ReportServed,
     SendPages,
 )
+from kvconnect.protocol.prompts import identify
 from kvconnect.types import Rank, Span, TransferId
 
 T, U = TransferId(b"t" * 16), TransferId(b"u" * 16)
 ONE = Rank(0, 1, 0, 1)
 VIEW = GroupView(1, 9, (0, 1))
 VIEWS = {0: VIEW}
+PROMPT, OTHER_PROMPT = identify([1, 2, 3], None), identify([1, 2, 4], None)
 
 
 def sender(*layers: int) -> PrefillPlanner:

@@ -6,6 +6,7 @@ import math
 import time
 from array import array
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -19,7 +20,8 @@ from kvconnect.disaggregation.messages import (  # noqa: E402
     Withdraw,
 )
 from kvconnect.errors import TransferFailed  # noqa: E402
-from kvconnect.types import FailureCause, Span  # noqa: E402
+from kvconnect.protocol.prompts import difference, identify  # noqa: E402
+from kvconnect.types import FailureCause, JobId, Span  # noqa: E402
 from tests.fakes.handoff_engine import (  # noqa: E402
     EPOCH,
     TRANSFER,
@@ -98,6 +100,34 @@ def test_what_does_not_fit_is_refused(
     stats = d.agents[0].take_stats()
     assert stats is not None
     assert stats.data["counters"]["handoff_refused"] == {field: 1}
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_another_prompt_is_refused_and_both_sides_say_why(
+    early: bool, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = identify([1, 2], "salt"), identify([1, 2], "another salt")
+    p, d = stack.enter_context(Engine(sends=True)), stack.enter_context(Engine())
+    blocks = array("q", [1, 2])
+    offers = [OfferBlocks(TRANSFER, prompt=ours), OfferBlocks(TRANSFER, (Span(0, 0, blocks),))]
+    wanted = replace(receive(p.source(), blocks, 32, early=early), prompt=theirs)
+    if early:
+        d.step(receives=[wanted])
+        p.step(offers=offers)
+    else:
+        p.step(offers=offers)
+        d.step(receives=[wanted])
+    (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.PROMPT}
+    (notice,) = notices(p, NoticeKind.MISMATCHED, 1)
+    assert notice.detail == report.detail == difference(ours, theirs)
+    assert report.detail in caplog.text
+    stats = p.agents[0].take_stats()
+    assert stats is not None
+    assert stats.data["counters"]["handoff_refused"] == {"prompt": 1}
+    # Control: the same read with prefill's prompt.
+    d.step(receives=[replace(wanted, prompt=ours, job=JobId(2))])
+    assert finished(d)[0].failures == ()
 
 
 def test_an_old_incarnation_s_ticket_is_refused(stack: ExitStack) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from kvconnect.disaggregation.messages import (
 from kvconnect.disaggregation.receives import ReceiveLimits, Receives, SettledReceive
 from kvconnect.errors import Misuse
 from kvconnect.offload.messages import FailedBlock
+from kvconnect.protocol.prompts import identify
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 
@@ -336,6 +338,21 @@ def test_a_preempted_request_gets_its_blocks_back_and_is_an_ordinary_one(stats: 
     book.check()
 
 
+def test_a_lease_ends_when_its_only_reader_has_another_prompt() -> None:
+    prompt, reader = identify([1], None), Rank(0, 1, 0, 1)
+    for known in (False, True):
+        book = leases()
+        book.open("r", T, 10, 0.0, prompt)
+        book.offer("r", 10, [[5, 6, 7]])
+        (announced, _), _ = book.take()
+        assert announced == OfferBlocks(T, prompt=prompt)
+        if known:  # control: its own reader has come, so another one changes nothing
+            book.on_notice(TransferEvent(T, NoticeKind.JOINED, reader), 1.0)
+        book.on_notice(TransferEvent(T, NoticeKind.MISMATCHED, reader), 1.0)
+        assert book.take()[1] == ([] if known else [Withdraw(T, FailureCause.GONE)])
+        book.check()
+
+
 def test_a_preempted_request_whose_blocks_are_all_held_is_handed_off_all_the_same() -> None:
     # Steps overlap: a request that has computed its prompt waits for its output, and is preempted.
     book = leases()
@@ -487,6 +504,24 @@ def test_needed_tokens_are_those_that_the_next_one_sees() -> None:
     whole = [Span(n, 0, array("q", [10 * n + 1, 10 * n + 2])) for n in range(3)]
     receive = book.plan("r", whole, 0, 14, 0.0)
     assert receive.tokens == ((0, 14), (10, 14), (12, 14))
+
+
+def test_a_receive_has_its_requests_prompt_and_says_why_it_failed(
+    stats: Stats, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = identify([1], None)
+    for finish in (False, True):
+        caplog.clear()
+        book = receives(stats=stats)
+        book.open("r", T, SOURCE, True, prompt)
+        receive = book.plan("r", [Span(0, 0, array("q", [5]))], 0, 4, 0.0)
+        assert receive.prompt == prompt
+        if finish:  # control: nobody waits for it any more
+            book.finish("r")
+        report = failed(receive, 5, cause=FailureCause.PROMPT)
+        book.on_report(replace(report, detail="the prompts differ"), 1.0)
+        assert ("request r: hand-off failed: the prompts differ" in caplog.text) is not finish
+    assert counters(stats)["handoff_failures"] == {"prompt": 2}
 
 
 def test_failures_are_counted_by_cause_with_the_tokens_they_cost(stats: Stats) -> None:

@@ -32,6 +32,7 @@ from kvconnect.disaggregation.messages import NoticeKind, PrefillSource, Receive
 from kvconnect.disaggregation.prefill_planner import PrefillPlanner
 from kvconnect.disaggregation.prefill_reads import AcceptedRead, GroupView, OfferedTransfer
 from kvconnect.errors import Misuse, ProtocolError
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, identify
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 
@@ -58,12 +59,14 @@ part = st.tuples(st.sampled_from([0, 0, 0, 1]), st.integers(-1, 5), st.sampled_f
 
 counts = st.integers(1, 5)
 
+PROMPTS = {transfer: identify([n], None) for n, transfer in enumerate(TRANSFERS)}
 read_requests = st.fixed_dictionaries(
     {
         "transfer": some_transfer,
         "early": st.booleans(),
         "reader": st.sampled_from(RANKS),
         "parts": st.one_of(st.just([(0, 0, BLOCKS)]), st.lists(part, max_size=3)),
+        "prompt": st.sampled_from([*PROMPTS.values(), NO_PROMPT]),
     }
 )
 
@@ -79,6 +82,7 @@ class SourceMachine(RuleBasedStateMachine):
         self.in_flight: list[tuple[int, int, TransferId]] = []  # peer, read_id, transfer
         self.stopping: list[tuple[int, int]] = []
         self.of: dict[tuple[int, int], TransferId] = {}
+        self.prompts: dict[tuple[int, int], PromptIdentity] = {}
         self.got = Counter[tuple[int, int]]()  # layer, block: sent to the honest reader
         self.refused = False
         self.offered: Counter[TransferId] = Counter()
@@ -90,14 +94,16 @@ class SourceMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        ask = AcceptedRead(HONEST, 1, TRANSFERS[0], True, RANKS[0], {0: VIEW}, [(0, 0, BLOCKS)])
-        self.of[HONEST, 1] = TRANSFERS[0]
+        parts, prompt = [(0, 0, BLOCKS)], PROMPTS[TRANSFERS[0]]
+        ask = AcceptedRead(HONEST, 1, TRANSFERS[0], True, RANKS[0], {0: VIEW}, parts, prompt)
+        self.of[HONEST, 1], self.prompts[HONEST, 1] = TRANSFERS[0], prompt
         self.carry_out(self.machine.on_request(ask, self.now))
         self.open(0)
 
     def open(self, number: int) -> None:
         transfer = TRANSFERS[number]
-        if self.leases.open(f"r{number}", transfer, BLOCKS * TOKENS, self.now):
+        prompt = PROMPTS[transfer]
+        if self.leases.open(f"r{number}", transfer, BLOCKS * TOKENS, self.now, prompt):
             self.offered[transfer] = 0
         self.hand_over()
 
@@ -116,6 +122,7 @@ class SourceMachine(RuleBasedStateMachine):
             if isinstance(action, prefill_planner.SendPages):
                 key = action.peer, action.read_id
                 self.in_flight.append((*key, self.of[key]))
+                assert self.prompts[key] == PROMPTS[self.of[key]], "pages of another prompt"
                 layers = [action.number] if action.number < LAYERS else range(LAYERS)
                 for layer in layers if key == (HONEST, 1) else ():
                     self.got.update((layer, action.first + i) for i in range(len(action.ids)))
@@ -180,6 +187,7 @@ class SourceMachine(RuleBasedStateMachine):
     def read(self, peer: int, fresh: bool, number: int, said: dict[str, Any]) -> None:
         number = self.last[peer] + 1 if fresh else number
         self.of.setdefault((peer, number), said["transfer"])
+        self.prompts.setdefault((peer, number), said["prompt"])
         try:
             actions = self.machine.on_request(
                 AcceptedRead(peer, number, views={0: VIEW}, **said), self.now
@@ -187,7 +195,7 @@ class SourceMachine(RuleBasedStateMachine):
         except ProtocolError:
             self.lose(peer)
             return
-        self.of[peer, number] = said["transfer"]
+        self.of[peer, number], self.prompts[peer, number] = said["transfer"], said["prompt"]
         self.last[peer] = number
         self.carry_out(actions)
 
@@ -412,6 +420,13 @@ def test_a_machine_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(OfferedTransfer, "serves", serves)
     with pytest.raises((Misuse, AssertionError)):
+        run_state_machine_as_test(SourceMachine, settings=CONTROL)
+
+
+def test_readers_of_another_prompt_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: nobody compares."""
+    monkeypatch.setattr(OfferedTransfer, "mismatch", lambda *_: [])
+    with pytest.raises(AssertionError, match="another prompt"):
         run_state_machine_as_test(SourceMachine, settings=CONTROL)
 
 

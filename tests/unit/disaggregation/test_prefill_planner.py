@@ -18,6 +18,7 @@ from kvconnect.disaggregation.prefill_planner import (
     CancelRead,
     GroupView,
     PrefillPlanner,
+    RefuseRead,
     ReportNotice,
     ReportServed,
     SendAlive,
@@ -27,6 +28,8 @@ from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.types import FailureCause, Rank
 from tests.unit.disaggregation.prefill_steps import (
     ONE,
+    OTHER_PROMPT,
+    PROMPT,
     T,
     U,
     ask,
@@ -148,6 +151,33 @@ def test_early_readers_wait_for_the_prefill() -> None:
     assert refusals(one.on_request(ask(read_id=2), 0.0)) == [(3, 2, "gone")]
     assert notices(one.offer(OfferBlocks(T))) == ["joined"]
     assert refusals(one.tick(100.0)) == []
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_reader_of_another_prompt_is_refused_at_once(early: bool) -> None:
+    """Whoever comes first; and the scheduler hears how the prompts differ."""
+    for wanted in (PROMPT, OTHER_PROMPT):
+        one = sender()
+        read = ask(early=early, prompt=wanted)
+        actions = one.on_request(read, 0.0) if early else []
+        actions += one.offer(OfferBlocks(T, prompt=PROMPT))
+        actions += [] if early else one.on_request(read, 0.0)
+        one.offer(OfferBlocks(T, (span(0, 5, 6, 7, 8),)))
+        sent = pages(one.step_written("step"))
+        if wanted == PROMPT:  # control
+            assert (notices(actions), refusals(actions), len(sent)) == (["joined"], [], 1)
+            continue
+        refused, told = actions
+        assert isinstance(refused, RefuseRead) and isinstance(told, ReportNotice)
+        assert refused.cause is FailureCause.PROMPT and sent == []
+        assert str(PROMPT) in refused.detail and str(OTHER_PROMPT) in refused.detail
+        assert told.notice == TransferEvent(T, NoticeKind.MISMATCHED, ONE, detail=refused.detail)
+        assert notices(one.on_request(ask(read_id=2, prompt=PROMPT), 1.0)) == ["joined"]
+
+
+def test_a_transfer_without_a_prompt_is_for_no_reader_with_one() -> None:
+    one = written(span(0, 5, 6, 7, 8))
+    assert refusals(one.on_request(ask(prompt=PROMPT), 0.0)) == [(3, 1, "prompt")]
 
 
 def test_an_early_decline_is_told_when_the_prefill_begins(

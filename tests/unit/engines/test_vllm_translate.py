@@ -109,21 +109,21 @@ def test_other_engines_do_not_use_what_is_rotated_in_two_ways() -> None:
 def test_prompts_with_embeddings_are_not_handed_off() -> None:
     fields = {"lora_request": None, "cache_salt": None, "mm_features": []}
     asked: Any = SimpleNamespace(prompt_token_ids=[0, 0], prompt_embeds=None, **fields)
-    assert len(translate.prompt_content(asked)) == 32
+    assert translate.prompt_identity(asked).tokens == 2
     asked.prompt_embeds = "between the tokens"
     with pytest.raises(Refused, match="embeddings"):
-        translate.prompt_content(asked)
+        translate.prompt_identity(asked)
 
 
 def test_a_hand_off_is_of_an_adapter_with_the_same_files() -> None:
     fields = {"cache_salt": None, "mm_features": [], "prompt_embeds": None}
     lora = LoRARequest("poet", 1, "/adapters/poet")
     request: Any = SimpleNamespace(prompt_token_ids=[1, 2], lora_request=lora, **fields)
-    first = translate.prompt_content(request, "these weights")
-    assert translate.prompt_content(request, "these weights") == first  # control
-    assert translate.prompt_content(request, "other weights") != first
+    first = translate.prompt_identity(request, "these weights")
+    assert translate.prompt_identity(request, "these weights") == first  # control
+    assert translate.prompt_identity(request, "other weights") != first
     request.lora_request = LoRARequest("painter", 1, "/adapters/poet")
-    assert translate.prompt_content(request, "these weights") != first
+    assert translate.prompt_identity(request, "these weights") != first
 
 
 def event_log(*specs: Any) -> EventLog:

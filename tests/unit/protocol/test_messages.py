@@ -29,6 +29,7 @@ from kvconnect.protocol.messages import (
     decode,
     encode,
 )
+from kvconnect.protocol.prompts import NO_PROMPT
 from kvconnect.types import Rank
 
 TRANSFER = b"0123456789abcdef"
@@ -58,7 +59,7 @@ HELLO = Hello(
 MESSAGES: list[Message] = [
     HELLO,
     Reject("model", "model is 'a' here, 'b' there"),
-    ReadRequest(3, TRANSFER, True, [(0, 0, 5), (1, 2, 3)]),
+    ReadRequest(3, TRANSFER, True, [(0, 0, 5), (1, 2, 3)], NO_PROMPT),
     Cancel(3),
     ReadDone(3),
     Fail(3, "gone", "the lease has expired"),
@@ -84,7 +85,7 @@ def changed(message: Message, path: tuple[Any, ...], value: object) -> bytes:
     return msgspec.msgpack.encode(plain)
 
 
-WANT = ReadRequest(3, TRANSFER, False, [(0, 0, 5)])
+WANT = ReadRequest(3, TRANSFER, False, [(0, 0, 5)], NO_PROMPT)
 GROUP = ("groups", 0)
 
 
@@ -96,6 +97,10 @@ GROUP = ("groups", 0)
         (WANT, ("want",), PROBE_READ_ID),
         (WANT, ("want",), "3"),
         (WANT, ("transfer",), TRANSFER[:15]),
+        (WANT, ("prompt", 0), -1),
+        (WANT, ("prompt", 1), bytes(15)),
+        (WANT, ("prompt", 2), bytes(17)),
+        (WANT, ("prompt",), None),
         (WANT, ("transfer",), TRANSFER + b"x"),
         (WANT, ("transfer",), TRANSFER.decode() + "x"),
         (WANT, ("early",), 1),

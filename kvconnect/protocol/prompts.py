@@ -1,0 +1,65 @@
+"""The identity of a prompt: both sides of a hand-off must have the same before KV counts.
+
+Prefill and decode each read the client's request. A chat template with today's date, another
+tokenizer file or another adapter under one name make two prompts of it, and KV of one is garbage
+for the other. So each read request carries decode's identity, and prefill compares it with its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+_DIGEST_BYTES = 16
+_SHOWN = 8  # bytes of a digest in messages
+
+_Digest = Annotated[bytes, Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)]
+
+
+class PromptIdentity(msgspec.Struct, frozen=True, array_like=True):
+    """What a prompt's KV depends on, except the model.
+
+    Attributes:
+        tokens: length of the whole prompt.
+        ids: digest of its token ids.
+        context: digest of its media, adapter and salt.
+    """
+
+    tokens: Annotated[int, Meta(ge=0, lt=1 << 40)]
+    ids: _Digest
+    context: _Digest
+
+    def __str__(self) -> str:
+        shown = self.ids[:_SHOWN].hex(), self.context[:_SHOWN].hex()
+        return f"{self.tokens} tokens (ids {shown[0]}, media, adapter and salt {shown[1]})"
+
+
+NO_PROMPT = PromptIdentity(0, bytes(_DIGEST_BYTES), bytes(_DIGEST_BYTES))
+"""Identity of a transfer that belongs to no prompt; a real prompt never has it."""
+
+
+def identify(ids: Iterable[int], context: object) -> PromptIdentity:
+    """Return the identity of a prompt. ``context``: all else that its KV depends on, in a form that
+    has one JSON text."""
+    tokens = array("q", ids)
+    text = json.dumps(context)  # in ASCII: a client's salt may hold half of a surrogate pair
+    return PromptIdentity(len(tokens), _digest(tokens.tobytes()), _digest(text.encode()))
+
+
+def difference(prefill: PromptIdentity, decode: PromptIdentity) -> str:
+    """Return how two identities differ, with both values; "" if they are equal."""
+    if prefill == decode:
+        return ""
+    same_ids = (prefill.tokens, prefill.ids) == (decode.tokens, decode.ids)
+    what = "media, adapter or salt" if same_ids else "token ids"
+    return f"the prompts differ in their {what}: prefill has {prefill}, decode has {decode}"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:_DIGEST_BYTES]
