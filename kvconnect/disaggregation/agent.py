@@ -33,7 +33,7 @@ from kvconnect.disaggregation.sessions import (
     Sessions,
     isolate,
 )
-from kvconnect.errors import ConfigError, ProtocolError, TransferFailed
+from kvconnect.errors import ConfigError, ProtocolError, TransferFailed, contained
 from kvconnect.offload.streams import make_streams
 from kvconnect.protocol import messages
 from kvconnect.protocol.messages import PROBE_READ_ID, Hello, Message, Probe, Reject
@@ -90,7 +90,7 @@ class HandoffAgent:
         self._mark = mark
         self._offering = False  # this step offers blocks, so layer hooks matter
         self._lock = threading.Lock()
-        self._written = LayerQueue(self._lock, self._sending.written)
+        self._written = LayerQueue(self._lock, self._sending.written, self._on_error)
         self._closed = threading.Event()
         kind = threads.ThreadKind.HANDOFF
         self._thread = threads.make(kind, "kvconnect-handoff", self._loop)
@@ -177,20 +177,24 @@ class HandoffAgent:
             while not self._closed.is_set():
                 for event in self._sessions.transport.poll(_TICK_S):
                     # Lock per event, so that a flood does not block the engine's thread.
-                    with self._lock:
+                    with self._lock, contained(self._on_error):
                         self._on_event(event)
-                        if self._receiving.has_finished or self._sending.has_notices:
-                            self.news.set()
+                    if self._receiving.has_finished or self._sending.has_notices:
+                        self.news.set()
                 now = time.monotonic()
                 if now - ticked >= _TICK_S:
                     ticked = now
                     self._written.check()
-                    with self._lock:
-                        self._sessions.tick(now)
-                        self._sending.tick(now)
-                        self._receiving.tick(now)
+                    for tick in (self._sessions.tick, self._sending.tick, self._receiving.tick):
+                        with self._lock, contained(self._on_error):
+                            tick(now)
         finally:
             self._sessions.transport.close()  # else peers would believe that the worker is alive
+
+    def _on_error(self, error: Exception) -> None:
+        """Log and count an error that no peer's boundary has contained; the thread goes on."""
+        logger.error("internal error of KVConnect in its hand-offs", exc_info=error)
+        self._sessions.stats.count("handoff_peer_errors")
 
     def _on_event(self, event: Event) -> None:
         with isolate(self._sessions, event.peer):
@@ -250,10 +254,15 @@ class LayerQueue:
     """
 
     def __init__(
-        self, lock: threading.Lock, take: Callable[[str | None, Fence | None], None]
+        self,
+        lock: threading.Lock,
+        take: Callable[[str | None, Fence | None], None],
+        failed: Callable[[Exception], None],
     ) -> None:
+        """``failed`` gets the errors of ``take``, with ``lock`` held."""
         self._lock = lock
         self._take = take
+        self._failed = failed
         self._layers: deque[tuple[str | None, Fence | None]] = deque()
         self._wake: SimpleQueue[bool] = SimpleQueue()  # False ends the thread
         kind = threads.ThreadKind.LAYERS
@@ -266,11 +275,12 @@ class LayerQueue:
         self._wake.put(True)
 
     def catch_up(self) -> None:
-        """Drain the queue. The caller holds ``lock``. Raises the errors of ``take``."""
+        """Drain the queue. The caller holds ``lock``."""
         # Entries leave the queue under the lock only; otherwise a layer could be taken late, as one
         # of the next step.
         while self._layers:
-            self._take(*self._layers.popleft())
+            with contained(self._failed):
+                self._take(*self._layers.popleft())
 
     def check(self) -> None:
         """Raise :class:`TransferFailed` if the thread has died of a bug."""

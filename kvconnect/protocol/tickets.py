@@ -177,16 +177,18 @@ def _check_endpoints(ticket: Ticket) -> None:
         check_address(endpoint.host, endpoint.port)
 
 
-def check_address(host: str, port: int) -> None:
-    """Raise :class:`Refused` (field ``ticket``) unless a worker may listen at this address."""
+def check_address(host: str, port: int, source: str = "the ticket") -> None:
+    """Raise :class:`Refused` (field ``ticket``) unless a worker may listen at this address, which
+    ``source`` names."""
     try:
         address = parse_host(host)
     except ValueError as error:
-        raise _refused(f"names a host that is no IP address: {error}") from error
+        why = f"{source} names a host that is no IP address: {error}"
+        raise Refused("ticket", why) from error
     if address.is_unspecified or address.is_multicast:
-        raise _refused(f"names a host that cannot be connected to: {address}")
+        raise Refused("ticket", f"{source} names a host that cannot be connected to: {address}")
     if not 1 <= port <= 0xFFFF:
-        raise _refused(f"names port {port}")
+        raise Refused("ticket", f"{source} names port {port}")
 
 
 def _text(raw: bytes) -> str:

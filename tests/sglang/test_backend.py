@@ -14,10 +14,11 @@ import pytest
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 
 from kvconnect.config import Config
-from kvconnect.engines.sglang import tracing
+from kvconnect.engines.sglang import backend, runtime_context, tracing
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
 from kvconnect.engines.sglang.rooms import SendRoom
+from kvconnect.errors import ConfigError
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint
 
@@ -84,11 +85,29 @@ def test_pages_are_asked_for_after_the_forward_that_may_still_write_them() -> No
     assert (wanted.first, list(wanted.ids)) == (2, [3, 4])
 
 
-@pytest.mark.parametrize("info", [{}, {**GOOD, "rank_port": "x"}, {**GOOD, "tp_rank": None}])
+@pytest.mark.parametrize(
+    "info",
+    [
+        *({}, {**GOOD, "rank_port": "x"}, {**GOOD, "tp_rank": None}, {**GOOD, "rank_port": 0}),
+        *({**GOOD, "rank_port": 70_000}, {**GOOD, "rank_port": -1}, {**GOOD, "rank_ip": "0.0.0.0"}),
+        {**GOOD, "rank_ip": "somewhere"},
+    ],
+)
 def test_what_a_bootstrap_server_says_fails_one_request(info: dict[str, Any]) -> None:
     made, failed = receiver(lambda *_: None, [info])
     made.send_metadata([3])
     assert len(failed) == 1 and "cannot be used" in failed[0]
+
+
+def test_a_rank_s_port_above_the_last_one_is_an_error_of_the_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Config().replace(listen="127.0.0.1:65530")
+    monkeypatch.setattr(runtime_context, "rank_number", lambda: 5)
+    assert backend._address(config) == ("127.0.0.1", 65535)
+    monkeypatch.setattr(runtime_context, "rank_number", lambda: 6)
+    with pytest.raises(ConfigError, match="rank 6 would listen at port 65536"):
+        backend._address(config)
 
 
 def test_an_error_that_nobody_expects_fails_one_request() -> None:

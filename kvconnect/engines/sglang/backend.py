@@ -34,7 +34,7 @@ from sglang.srt.server_args import ServerArgs
 from kvconnect.config import Config, config_from_environment, listen_address
 from kvconnect.disaggregation.agent import start_agent
 from kvconnect.engines.sglang import layerwise, runtime_context, translate
-from kvconnect.engines.sglang.bootstrap import BootstrapAddresses, forget_ranks
+from kvconnect.engines.sglang.bootstrap import BootstrapAddresses, endpoint_of, forget_ranks
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.engines.sglang.rooms import PrefillRooms, contain_room_errors, is_room
@@ -43,9 +43,11 @@ from kvconnect.engines.sglang.tracing import make_spans
 from kvconnect.errors import ConfigError, Refused, refusing
 from kvconnect.offload.streams import DeviceFence
 from kvconnect.transport.base import Fence
-from kvconnect.types import Endpoint, Span
+from kvconnect.types import Span
 
 logger = logging.getLogger(__name__)
+
+_LAST_PORT = 0xFFFF
 
 # SGLang raises these for a prefill server that does not fit, or whose answer is malformed.
 _SGLANG_ERRORS = (
@@ -224,7 +226,7 @@ class KVConnectSender(CommonKVSender):
         if not is_room(bootstrap_room):
             mgr.fail(
                 bootstrap_room,
-                f"bootstrap_room={bootstrap_room!r} is not a 64-bit number",
+                f"bootstrap_room={bootstrap_room!r} is no number from 1 to 2**63 - 1",
             )
         elif mgr.request_status.get(bootstrap_room) == KVPoll.Bootstrapping:
             mgr.prefill_rooms.open(bootstrap_room)
@@ -275,7 +277,7 @@ class KVConnectReceiver(CommonKVReceiver):
         if not is_room(bootstrap_room):
             mgr.fail(
                 bootstrap_room,
-                f"bootstrap_room={bootstrap_room!r} is not a 64-bit number",
+                f"bootstrap_room={bootstrap_room!r} is no number from 1 to 2**63 - 1",
             )
         mgr.addresses.allows(bootstrap_addr)  # starts resolving the name
 
@@ -310,7 +312,7 @@ class KVConnectReceiver(CommonKVReceiver):
                 first=prefix_tokens // self.kv_mgr.kv_args.page_size,
                 ids=_ids(kv_indices),
                 rest=tuple(self.kv_mgr.rest(aux_index, state_indices)),
-                workers=tuple(_endpoint(found) for found in self.bootstrap_infos),
+                workers=tuple(endpoint_of(found) for found in self.bootstrap_infos),
                 tp=int(info.attn_tp_size),
                 pp=int(info.pp_size),
             )
@@ -381,15 +383,12 @@ def _address(config: Config) -> tuple[str, int]:
     host, port = address
     if port:
         port += runtime_context.rank_number()
+    if port > _LAST_PORT:
+        fix = f"rank {runtime_context.rank_number()} would listen at port {port}; use a lower port"
+        raise ConfigError("listen", config.network.listen, fix)
     return host, port
 
 
 def _ids(indices: Any) -> array[int]:
     """Return page or slot numbers, which SGLang gives as arrays, tensors or lists."""
     return array("q", indices if isinstance(indices, list) else indices.tolist())
-
-
-def _endpoint(info: dict[str, Any]) -> Endpoint:
-    return Endpoint(
-        int(info["tp_rank"]), int(info["pp_rank"]), str(info["rank_ip"]), int(info["rank_port"])
-    )

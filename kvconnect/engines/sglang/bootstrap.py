@@ -6,12 +6,13 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from kvconnect import threads
 from kvconnect.bounded import remember
 from kvconnect.config import Config
+from kvconnect.protocol.tickets import check_address
 from kvconnect.types import Endpoint
 
 _REMEMBERED_S = 60.0  # how long a resolved name is used
@@ -107,6 +108,18 @@ class BootstrapAddresses:
             return str(ipaddress.ip_address(self._resolve(host)))
         except (OSError, ValueError) as error:  # ValueError: not a valid name
             return error
+
+
+def endpoint_of(info: Mapping[str, Any]) -> Endpoint:
+    """Return where a prefill rank listens, as the bootstrap server says.
+
+    Raises:
+        Refused: no worker can listen there.
+        KeyError, TypeError, ValueError: the answer is malformed.
+    """
+    host, port = str(info["rank_ip"]), int(info["rank_port"])
+    check_address(host, port, "it")
+    return Endpoint(int(info["tp_rank"]), int(info["pp_rank"]), host, port)
 
 
 def forget_ranks(

@@ -37,8 +37,9 @@ _MOST_GIVEN_UP = 1024
 
 
 def is_room(value: object) -> bool:
-    """Whether a client's value is a valid room: an unsigned 64-bit integer."""
-    return type(value) is int and 0 <= value < 1 << 64
+    """Whether a client's value is a valid room: an integer from 1 to 2**63 - 1. SGLang's rows hold
+    no larger one, and 0 means in them that the row was not written."""
+    return type(value) is int and 1 <= value < 1 << 63
 
 
 def transfer_of(room: int) -> TransferId:

@@ -32,8 +32,8 @@ _SCRATCH_BYTES = 1 << 20
 class DataConnection:
     """Moves the frames of a ``send_queue`` over one authenticated socket, which it owns.
 
-    ``on_end`` is called on the loop's thread when a thread ends, always, with the reason and
-    whether the connection was lost.
+    Each thread calls ``on_end`` when it ends, always, with the reason and whether the connection
+    was lost.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DataConnection:
         except (EOFError, OSError) as error:
             reason, lost = f"connection lost: {error}", True
         finally:
-            self._shared.loop.call(partial(self._on_end, reason, lost))
+            self._on_end(reason, lost)
 
     # Sending ------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ shutdown by another thread.
 
 from __future__ import annotations
 
+import logging
 import selectors
 import socket
 import ssl
@@ -13,8 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from kvconnect import threads
+from kvconnect.errors import contained
+
+logger = logging.getLogger(__name__)
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
@@ -32,7 +37,10 @@ class EventLoop:
     ``call`` and ``alive`` are for any thread, ``join`` for any other thread; the rest is for
     handlers and calls. ``tick`` is called every ``tick_s`` seconds, after all ready sockets have
     been handled, so that a loop that was held up reads heartbeats before it judges silence.
-    ``on_error`` is called before the thread ends with an error; calls that it makes still run.
+
+    An exception of a handler, a call or a tick is logged and ends nothing else; the handler's
+    socket is not watched any more. ``on_error`` is called before the thread ends with an error of
+    the loop itself; calls that it makes still run.
     """
 
     def __init__(
@@ -117,7 +125,8 @@ class EventLoop:
             self._handle(max(0.0, next_tick - self._now))
             if self._now >= next_tick:
                 next_tick = self._now + self._tick_s
-                self._tick(self._now)
+                with contained(_log):
+                    self._tick(self._now)
 
     def _clean_up(self) -> None:
         self._on_error()
@@ -130,12 +139,18 @@ class EventLoop:
         ready = [(key.fd, self._handlers[key.fd], mask) for key, mask in self._select(timeout)]
         for fd, handler, mask in ready:
             if self._handlers.get(fd) is handler:  # not closed by one of the handlers before
-                handler(mask)
+                with contained(partial(self._on_handler_error, fd)):
+                    handler(mask)
         self._make_calls()
+
+    def _on_handler_error(self, fd: int, error: Exception) -> None:
+        self.unwatch(fd)  # it would be called again at once
+        _log(error)
 
     def _make_calls(self) -> None:
         for _ in range(len(self._calls)):
-            self._calls.popleft()()
+            with contained(_log):
+                self._calls.popleft()()
 
     def _select(self, timeout: float) -> list[tuple[selectors.SelectorKey, int]]:
         ready = self._selector.select(timeout)
@@ -146,6 +161,10 @@ class EventLoop:
         with suppress(BlockingIOError):
             self._woken.recv(1 << 16)
         return ready
+
+
+def _log(error: Exception) -> None:
+    logger.error("internal error of KVConnect on the thread of its sockets", exc_info=error)
 
 
 # Non-blocking sockets.

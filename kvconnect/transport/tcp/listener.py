@@ -81,7 +81,7 @@ class Listener:
             sock.connect((host, port))
         except BlockingIOError:
             pass  # under way
-        except OSError:
+        except (OSError, ValueError, OverflowError):  # of a port out of range
             sock.close()
             raise
         key, _ = self._access.keys.current()
@@ -125,13 +125,18 @@ class Listener:
         try:
             for _ in range(_ACCEPTS):
                 sock, (host, port, *_) = self._socket.accept()
-                self._receive(sock, host, port)
+                with contained(partial(self._on_receive_error, sock)):
+                    self._receive(sock, host, port)
         except BlockingIOError:
             pass
         except OSError as error:  # too many open files, for instance: not again before a tick
             text = f"cannot accept a connection: {error}"
             self._rejections.say("listener", text, self._loop.now())
             self._loop.unwatch(self._socket.fileno())
+
+    def _on_receive_error(self, sock: socket.socket, error: Exception) -> None:
+        logger.error("internal error of KVConnect; the connection is closed", exc_info=error)
+        sock.close()
 
     def _receive(self, sock: socket.socket, host: str, port: int) -> None:
         if not self._access.admits(host):

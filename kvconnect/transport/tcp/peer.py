@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvconnect.errors import ProtocolError
+from kvconnect.errors import ProtocolError, contained
 from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.auth import Opening
 from kvconnect.protocol.codec import (
@@ -90,7 +90,7 @@ class Peer:
         self.address = address
         options, now = shared.options, shared.loop.now
         watch = StallWatchdog(options.stall_s, now)
-        start_sending = partial(shared.loop.call, self._start_sending)
+        start_sending = partial(self.call, self._start_sending)
         self.send_queue = SendQueue(
             number, shared.events, opening.connections, watch, start_sending
         )
@@ -114,6 +114,19 @@ class Peer:
         state = phase.reason or ("up" if phase.up else "being set up")
         return f"<Peer {self.number} at {self.address}, {state}, {phase.threads} threads>"
 
+    def call(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on the loop's thread. For any thread. An error ends this peer only."""
+        self._shared.loop.call(partial(self.run, function))
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Run ``function`` now. An error ends this peer only."""
+        with contained(self._on_error):
+            function()
+
+    def _on_error(self, error: Exception) -> None:
+        logger.error("internal error of KVConnect; %r ends", self, exc_info=error)
+        self.fail(f"{type(error).__name__}: {error}")
+
     def join(self, opening: Opening, sock: socket.socket, rest: bytes) -> None:
         """Take over an authenticated connection and the bytes already received on it.
 
@@ -132,7 +145,11 @@ class Peer:
             raise ProtocolError("pages before the greeting")
         else:
             connection = DataConnection(
-                self.number, sock, self.send_queue, self._shared, self._on_thread_end
+                self.number,
+                sock,
+                self.send_queue,
+                self._shared,
+                lambda reason, lost: self.call(partial(self._on_thread_end, reason, lost)),
             )
             self._data[opening.number] = connection
         if self._control and len(self._data) == self._connections:
@@ -189,7 +206,7 @@ class Peer:
         phase.refused = refused
         if self.page_path:
             closed = partial(self._on_thread_end, "closed", False)
-            self.page_path.close(phase.reason, partial(self._shared.loop.call, closed))
+            self.page_path.close(phase.reason, partial(self.call, closed))
         self._finish_if_idle()
 
     def _finish_if_idle(self) -> None:
@@ -281,11 +298,9 @@ def _make_context(peer: Peer, shared: TransportContext, inbound: bool) -> Connec
         payload = NixlPayload(nixl_messages.encode(message))
         if len(payload) > MAX_MESSAGE:
             kind = type(message).__name__
-            shared.loop.call(
-                partial(peer.fail, f"{kind} of {len(payload)} bytes is too long to send")
-            )
+            peer.call(partial(peer.fail, f"{kind} of {len(payload)} bytes is too long to send"))
         else:
-            shared.loop.call(partial(peer.send_message, payload))
+            peer.call(partial(peer.send_message, payload))
 
     return ConnectionContext(
         peer=peer.number,
@@ -296,7 +311,7 @@ def _make_context(peer: Peer, shared: TransportContext, inbound: bool) -> Connec
         pages=shared.pages,
         watch=peer.send_queue.watch,
         say=say,
-        fail=lambda reason: shared.loop.call(partial(peer.fail, reason)),
+        fail=lambda reason: peer.call(partial(peer.fail, reason)),
         tcp=peer.send_queue,
     )
 

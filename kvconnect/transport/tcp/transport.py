@@ -117,7 +117,7 @@ class TcpTransport(Transport):
             return number
         opening = Opening("control", os.urandom(SESSION_BYTES), 0, self._shared.options.connections)
         peer = self._add_peer(number, opening, f"{host}:{port}", inbound=False)
-        self._shared.loop.call(partial(self._dial, peer, opening, host, port))
+        peer.call(partial(self._dial, peer, opening, host, port))
         return number
 
     def submit(self, order: PeerMessage | IncomingPages | OutgoingPages | Disconnect) -> None:
@@ -129,9 +129,9 @@ class TcpTransport(Transport):
                 raise Misuse(
                     f"a message of {len(order.payload)} bytes, use 1 to {MAX_MESSAGE_BYTES}"
                 )
-            self._shared.loop.call(partial(peer.send_message, order.payload))
+            peer.call(partial(peer.send_message, order.payload))
         elif isinstance(order, Disconnect):
-            self._shared.loop.call(partial(peer.disconnect, order.reason))
+            peer.call(partial(peer.disconnect, order.reason))
         else:
             self._shared.pages()  # raises before a thread would
             peer.pages.submit(order)
@@ -197,7 +197,7 @@ class TcpTransport(Transport):
     def _tick(self, now: float) -> None:
         self._listener.tick(now)
         for peer in list(self._peers.values()):
-            peer.tick(now)
+            peer.run(partial(peer.tick, now))
 
     def _on_gone(self, peer: Peer) -> None:
         self._listener.drop(peer)
@@ -210,6 +210,6 @@ class TcpTransport(Transport):
         self._ending = True
         self._listener.close()
         for peer in list(self._peers.values()):
-            peer.fail(reason)
+            peer.run(partial(peer.fail, reason))
         if not self._peers:
             self._shared.loop.stop()

@@ -22,11 +22,14 @@ class Taker:
         self.lock = threading.Lock()
         self.names: list[str | None] = []
         self.held: list[bool] = []
-        self.behind = LayerQueue(self.lock, self.take)
+        self.errors: list[Exception] = []
+        self.behind = LayerQueue(self.lock, self.take, self.errors.append)
 
     def take(self, name: str | None, fence: Fence | None) -> None:
         if name == "bad":
             raise ValueError(name)
+        if name == "end":
+            raise SystemExit
         self.held.append(self.lock.locked())
         self.names.append(name)
 
@@ -78,9 +81,20 @@ def test_without_a_catch_up_layers_come_late(taker: Taker) -> None:
     assert taker.names == ["the step is over", "late"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_that_ends_the_thread_is_seen(taker: Taker) -> None:
-    taker.behind.check()
+def test_a_layer_that_cannot_be_sent_ends_nothing_else(taker: Taker) -> None:
     taker.behind.put("bad", None)
+    taker.behind.put("good", None)
+    until(lambda: taker.names == ["good"])
+    assert [str(error) for error in taker.errors] == ["bad"]
+    taker.behind.check()
+    with taker.lock:  # neither on the engine's thread
+        taker.behind.put("bad", None)
+        taker.behind.catch_up()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_end_of_the_thread_is_seen(taker: Taker) -> None:
+    taker.behind.check()
+    taker.behind.put("end", None)
     with pytest.raises(TransferFailed, match="ended"):
         until(lambda: taker.behind.check() or False)
