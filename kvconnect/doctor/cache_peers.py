@@ -27,11 +27,13 @@ from kvconnect.protocol.cache_messages import (
     decode,
     encode,
 )
+from kvconnect.tiers.peers.connection_owner import check_other_end
 from kvconnect.tiers.peers.peer_agent import ArenaMemory
 from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.same_machine import SourceMemory, is_this_machine
 from kvconnect.transport import ConnectionOptions, make_transport
 from kvconnect.transport.base import (
+    Ends,
     Event,
     MessageReceived,
     PeerDown,
@@ -70,6 +72,7 @@ class _Worker:
     paths: str = ""
     finding: Finding | None = None  # why it cannot be read from
     nonce: bytes = b""
+    ends: Ends | None = None
     memory: HostTierAddresses | None = None
 
     def fail(self, value: str, fix: str) -> None:
@@ -121,7 +124,7 @@ def _say(transport: Transport, peer: PeerId, message: CacheMessage) -> None:
 def _ended(worker: _Worker, event: Event, say: Callable[[CacheMessage], None]) -> bool:
     """Take an event; return whether no more is to be waited for."""
     if isinstance(event, PeerUp):
-        worker.paths = "+".join(event.paths)
+        worker.paths, worker.ends = "+".join(event.paths), event.ends
         return False
     if isinstance(event, PeerDown):
         worker.fail(event.reason, REFUSAL_FIXES.get(event.refused, _NOT_THERE))
@@ -169,6 +172,7 @@ def _findings(workers: Sequence[_Worker], here: HostArena) -> list[Finding]:
             findings.append(Finding(worker.address, "ok", value))
             continue
         try:
+            check_other_end(worker.memory.pid, worker.ends)
             SourceMemory(worker.memory, worker.nonce, here)
         except OSError as error:
             value += f"; its memory cannot be read: {error.strerror}"

@@ -305,9 +305,14 @@ class SlotDigests:
         Raises:
             Misuse: the slot has none, although ``full`` mode requires one.
         """
-        if self._period == 1 and not self._sealed[slot]:
+        if self.required and not self._sealed[slot]:
             raise Misuse(f"slot {slot} was never sealed, nothing can be loaded from it")
         return bool(self._sealed[slot])
+
+    @property
+    def required(self) -> bool:
+        """Whether each block has a digest."""
+        return self._period == 1
 
     def known(self, slot: int) -> int | None:
         """Return the digest of a slot; None if it has none."""

@@ -136,11 +136,16 @@ class Disconnect(NamedTuple):
 # Events ----------------------------------------------------------------------------
 
 
+Ends = tuple[tuple[str, int], tuple[str, int]]
+"""IP address and port of this side of a TCP connection, and of the other side."""
+
+
 class PeerUp(NamedTuple):
     """A connection is authenticated.
 
     ``inbound``: the other side connected. ``paths``: the page paths that both sides have;
-    ``path_error`` says why there are no more.
+    ``path_error`` says why there are no more. ``ends``: those of the connection for messages, if it
+    is TCP.
     """
 
     peer: PeerId
@@ -148,6 +153,7 @@ class PeerUp(NamedTuple):
     address: str
     paths: tuple[str, ...] = ("tcp",)
     path_error: str = ""
+    ends: Ends | None = None
 
 
 class PeerDown(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -35,6 +35,7 @@ from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.peers.asking import Holders, Questions
+from kvconnect.tiers.peers.connection_owner import check_other_end
 from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads
 from kvconnect.tiers.peers.peer_options import PeerOptions
@@ -46,6 +47,7 @@ from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
     ConnectionOptions,
     Disconnect,
+    Ends,
     Event,
     MemoryRegion,
     MessageReceived,
@@ -89,12 +91,13 @@ class ArenaMemory:
 @dataclass
 class _Connection:
     """A connection that is up. ``agreed``: both sides keep the same blocks. ``nonce``: of this
-    side's hello, if it may read the memory of the other."""
+    side's hello, if it may read the memory of the other. ``ends``: for checking whose it is."""
 
     inbound: bool
     host: str
     path: str
     nonce: bytes
+    ends: Ends | None
     agreed: bool = False
 
 
@@ -223,7 +226,7 @@ class PeerAgent:
             host = event.address.rpartition(":")[0].strip("[]")
             copies = self._access.reads and not event.inbound and is_this_machine(host)
             nonce = os.urandom(NONCE_BYTES) if copies else b""
-            self._peers[event.peer] = _Connection(event.inbound, host, path, nonce)
+            self._peers[event.peer] = _Connection(event.inbound, host, path, nonce, event.ends)
             hello = msgspec.structs.replace(self._hello, nonce=nonce)
             self._transport.submit(PeerMessage(event.peer, encode(hello)))
         elif isinstance(event, PeerDown):
@@ -253,7 +256,7 @@ class PeerAgent:
         elif isinstance(message, Sent):
             self.reader.reads.on_sent(peer, message)
         elif isinstance(message, HostTierAddresses) and connection.nonce:
-            self._on_memory(peer, connection.nonce, message)
+            self._on_memory(peer, connection, message)
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
 
@@ -278,10 +281,12 @@ class PeerAgent:
             connection.agreed = True
         self._dialler.answered(peer)
 
-    def _on_memory(self, peer: PeerId, nonce: bytes, told: HostTierAddresses) -> None:
-        """Read a source's blocks from its memory from now on, if the system lets this process."""
+    def _on_memory(self, peer: PeerId, connection: _Connection, told: HostTierAddresses) -> None:
+        """Read a source's blocks from its memory from now on, if the system lets this process and
+        the process that it names is the one that says so."""
         try:
-            memory = SourceMemory(told, nonce, self._access.host)
+            check_other_end(told.pid, connection.ends)
+            memory = SourceMemory(told, connection.nonce, self._access.host)
         except OSError as error:
             text = "the memory of the engine at %s cannot be read, so the network is used: %s"
             logger.info(text, self._dialler.address(peer), error)
@@ -312,6 +317,9 @@ def start_agent(config: Config, blocks: SharedBlocks, number: int) -> PeerAgent:
     """
     options = parse_settings(PeerOptions, config.tiers.cache_peers, ("serve_rate",))
     network = config.network
+    if options.same_machine == "auto":
+        way: Literal["memory", "network"] = "network" if network.key_file else "memory"
+        options = msgspec.structs.replace(options, same_machine=way)
     nixl = network.transport == "nixl"
     connection = ConnectionOptions(
         connections=network.connections,

@@ -27,7 +27,7 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
         serve_rate: limit of one worker's sending, in bytes per second. ``0``: no limit.
         same_machine: ``memory``: engines on the same machine copy blocks from one another's memory,
             where the system lets them and the source has no ``serve_rate``. ``network``: they do
-            not.
+            not. ``auto``: ``network`` where ``key_file`` is set, otherwise ``memory``.
         page_tokens: tokens of a page, the unit in which engines with different block sizes share
             blocks: the same number for all of them, which divides each block size. ``0``: the block
             size.
@@ -37,7 +37,7 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = "off"
     ask_s: float = 0.05
     serve_rate: int = 0
-    same_machine: Literal["memory", "network"] = "memory"
+    same_machine: Literal["auto", "memory", "network"] = "auto"
     page_tokens: int = 0
 
     def __post_init__(self) -> None:

@@ -3,9 +3,12 @@
 The system call ``process_vm_readv`` copies memory of another process of the same user. A block
 costs one copy then, and none of the source's time. Three things show that its bytes are right:
 
-- The process that is read is the one that spoke: it shows the nonce of the reader's hello.
+- The process that is read is the one that spoke: it is of the same user, it holds the other end of
+  this very connection (:mod:`kvconnect.tiers.peers.connection_owner`), and it shows the nonce of
+  the reader's hello.
 - Nothing was written into the slot since the source's answer: its version is still the same.
-- The digest matches that of the source, which is part of the answer.
+- The digest matches that of the source, which is part of the answer. A reader that wants all
+  digests uses no block without one.
 
 Versions are read after the block, and the nonce after them. What cannot be read so comes over the
 network.
@@ -98,7 +101,10 @@ class SourceMemory:
         self._versions([])
 
     def learn(self, key: bytes, place: Place) -> None:
-        """Note where a block was when the source was asked."""
+        """Note where a block was when the source was asked. If each block needs a digest here, one
+        without comes over the network, which adds one."""
+        if place.digest is None and self._host.digests.required:
+            return
         remember(self._places, key, place, _MOST_REMEMBERED)
 
     def take(self, key: bytes) -> Place | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvconnect.errors import KVConnectError, ProtocolError, contained
 from kvconnect.protocol.codec import MessageReader, pack_message
+from kvconnect.transport.base import Ends
 from kvconnect.transport.tcp.event_loop import (
     READ,
     WRITE,
@@ -54,6 +55,14 @@ class ControlConnection:
         self._closed = False
         self._view = memoryview(bytearray(_STEP_BYTES))
         loop.watch(sock.fileno(), READ, self._on_ready)
+
+    def ends(self) -> Ends | None:
+        """Return the addresses of both sides; None if the connection is lost."""
+        try:
+            here, there = self._sock.getsockname(), self._sock.getpeername()
+        except OSError:
+            return None
+        return (here[0], here[1]), (there[0], there[1])
 
     def send(self, payload: bytes) -> None:
         """Queue a message; messages stay in order."""

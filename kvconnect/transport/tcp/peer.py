@@ -222,13 +222,16 @@ class Peer:
 
     def _go_up(self) -> None:
         phase = self._phase
-        if not (phase.complete and phase.greeted) or phase.up or phase.reason:
+        control = self._control
+        if control is None or not (phase.complete and phase.greeted) or phase.up or phase.reason:
             return
         phase.up = True
         phase.deadline = math.inf
         path_error = self.page_path.path_error if self.page_path else ""
         paths = ("tcp", self.page_path.name) if self.page_path and not path_error else ("tcp",)
-        up = PeerUp(self.number, phase.inbound, self.address, paths, path_error)
+        up = PeerUp(
+            self.number, phase.inbound, self.address, paths, path_error, ends=control.ends()
+        )
         self._shared.events.put(up)
         for connection in self._data.values():
             self._start(connection.start_receiving)

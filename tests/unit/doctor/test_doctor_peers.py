@@ -74,7 +74,7 @@ def test_a_worker_with_other_blocks_than_the_rest(workers: Workers) -> None:
 
 
 def test_whether_memory_can_be_read(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    address, other = workers.start(), workers.start(same_machine="network")
+    address, other = workers.start(same_machine="memory"), workers.start()
     memory, network = workers.ask(address, other)
     assert memory.value.endswith("; its memory can be read")
     assert "its memory" not in network.value

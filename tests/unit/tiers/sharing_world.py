@@ -201,6 +201,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_machine, "read_process", read_process)
     monkeypatch.setattr(serving, "OwnMemory", Shown)
     monkeypatch.setattr(peer_agent, "SourceMemory", Copied)
+    monkeypatch.setattr(peer_agent, "check_other_end", lambda *_: None)
     monkeypatch.setattr(peer_agent, "is_this_machine", lambda host: host == HERE)
 
 

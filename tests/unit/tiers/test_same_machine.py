@@ -11,10 +11,13 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import xxhash
 
 from kvconnect.errors import ConfigError
+from kvconnect.offload.host_arena import SlotDigests
 from kvconnect.protocol.cache_messages import Found, HostTierAddresses, Place, encode
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import parse_settings
@@ -304,7 +307,73 @@ def test_a_message_about_memory_is_none_of_a_reader() -> None:
         until(lambda: not source.agent._peers)
 
 
+def test_a_reader_that_wants_digests_copies_no_block_without_one() -> None:
+    """A source with fewer digests sends such blocks, and a digest with them."""
+    for mode, copied in (("full", False), ("sampled", True)):
+        with pair() as (source, reader):
+            reader.host.digests = SlotDigests(8, mode)
+            places = source.agent._serving._memory
+            whole = places.places
+            places.places = lambda *asked, whole=whole: [  # type: ignore[method-assign]
+                Place(place.slot, place.version, None) for place in whole(*asked)
+            ]
+            assert reader.get([1]) == [OK]
+            assert bytes(reader.host.view(0)) == content(1)
+            assert sent(source) is not copied
+
+
 # Other processes ----------------------------------------------------------------------------------
+
+CONFUSING = """
+import sys
+from kvconnect.protocol.cache_messages import HostTierAddresses, Place
+from tests.unit.tiers.peer_engines import Engine, key
+pid, nonce, slots, versions, digest = map(int, sys.argv[1:])
+source = Engine(same_machine="memory")
+source.keep(1, slot=3)
+told = HostTierAddresses(pid=pid, nonce=nonce, slots=slots, slot_bytes=8192, versions=versions)
+memory = source.agent._serving._memory
+memory.tell = lambda *_: told
+memory.places = lambda *_: [Place(0, 0, digest)]
+print(source.where, flush=True)
+input()
+"""
+"""A peer that names another process, one whose nonce it has been told."""
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "negative control"])
+def test_a_peer_that_names_another_process_is_not_believed(
+    checked: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reader would copy whatever the peer names, and offer it to all its peers."""
+    caplog.set_level("INFO")
+    nonce, secret, versions = (ctypes.create_string_buffer(n) for n in (16, BLOCK, 8))
+    nonce.raw, secret.raw = b"n" * 16, b"the prompt of another tenant".ljust(BLOCK)
+    system = SimpleNamespace(urandom=lambda size: b"n" * size)
+    monkeypatch.setattr(peer_agent, "os", system)
+    if not checked:
+        monkeypatch.setattr(peer_agent, "check_other_end", lambda *_: None)
+    addresses = [ctypes.addressof(each) for each in (nonce, secret, versions)]
+    digest = xxhash.xxh3_64_intdigest(secret.raw)
+    command = [sys.executable, "-c", CONFUSING, *map(str, (os.getpid(), *addresses, digest))]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            where = process.stdout.readline().strip()
+            with engines(lambda: Engine([where], same_machine="memory")) as [victim]:
+                victim.sources(1)
+                if checked:
+                    until(lambda: "does not hold the other end" in caplog.text)
+                else:
+                    until(lambda: memory(victim) is not None)
+                assert victim.get([1]) == [OK]
+                copied = bytes(victim.host.view(0))
+                assert copied == (content(1) if checked else secret.raw)
+        finally:
+            process.kill()
+
 
 SOURCE = """
 from tests.unit.tiers.peer_engines import Engine

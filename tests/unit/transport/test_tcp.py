@@ -66,7 +66,10 @@ def test_both_sides_are_told_who_is_there() -> None:
         pair = ConnectedPair(reader, source)
         (up,) = reader.of(PeerUp)
         host, port = pair.address
-        assert up == PeerUp(pair.of_reader, False, f"{host}:{port}")
+        assert up == PeerUp(pair.of_reader, False, f"{host}:{port}", ends=up.ends)
+        (there,) = source.of(PeerUp)
+        assert up.ends is not None and there.ends == up.ends[::-1]
+        assert up.ends[1] == pair.address
         (up,) = source.of(PeerUp)
         assert up.inbound
         assert up.address.startswith("127.0.0.1:")
