@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from kvconnect import engine_versions
+from kvconnect import engine_versions, extras
 from kvconnect.cache.keys import TENANT_BYTES, tenant_of
 from kvconnect.config import parse_bytes
 from kvconnect.doctor import Finding, FindingsReport, checks, disk, models, transfers
@@ -112,7 +112,7 @@ def run_copy(refuse: Refuse, arguments: argparse.Namespace) -> int:  # noqa: ARG
     try:
         from kvconnect.doctor import copies
     except ImportError as error:
-        fix = "install the engine: pip install 'kvconnect[vllm]'"
+        fix = f"install the engine: {extras.command(['vllm'])} or [sglang]"
         missing = Finding("copy", "fail", f"{error.name} is missing", fix)
         return _show(FindingsReport((missing,), "", "blocks cannot be copied here"), arguments)
     return _show(copies.examine(arguments.device), arguments)
@@ -368,10 +368,9 @@ def _add_dashboards_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
     """Run the router until a signal stops it; return the exit code."""
-    try:
-        app = importlib.import_module("kvconnect.router.app")
-    except ImportError as error:
-        refuse(f"{error.name} is missing: pip install 'kvconnect[router]'")
+    if lacking := extras.what_to_install(router_flags.extras_of(arguments)):
+        refuse(lacking)
+    app = importlib.import_module("kvconnect.router.app")
     try:
         options = router_flags.options_of(arguments)
     except ConfigError as error:

@@ -25,6 +25,7 @@ LAYERS = (
         "circuit_breaker",
         "bounded",
         "secret_files",
+        "extras",
     },
     {"cache", "protocol", "_native"},
     {"copy", "transport"},

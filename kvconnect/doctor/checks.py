@@ -10,17 +10,15 @@ import importlib.util
 import os
 import platform
 from collections.abc import Callable
-from importlib.metadata import entry_points
 
-from kvconnect import engine_versions, memory
+from kvconnect import engine_versions, extras, memory
 from kvconnect.copy import native_unavailable_reason
-from kvconnect.doctor import Finding, FindingsReport
+from kvconnect.doctor import Finding, FindingsReport, engines
 
 _GIB = 2**30
-_PLUGIN_GROUP = "vllm.general_plugins"
-_PLUGIN = "kvconnect"
 _MIN_HOST_BYTES = 1 * _GIB
 _MIN_SHARED_BYTES = 512 * 2**20  # a worker's message queue takes about 160 MiB
+_COMMANDS = ("router", "top", "report")
 _NIXL = "nixl_cu"  # followed by the major version of CUDA; the package "nixl" only selects one
 
 
@@ -35,38 +33,13 @@ def check_kvconnect() -> Finding:
 
 
 def check_msgspec() -> Finding:
-    """The only base dependency."""
+    """Reads and writes messages and settings."""
     return _required("msgspec", "pip install msgspec")
 
 
 def check_torch() -> Finding:
     """PyTorch, which the engine installs and the copies use."""
-    return _required("torch", "install the engine: pip install 'kvconnect[vllm]'")
-
-
-def check_engine() -> Finding:
-    """A vLLM of a supported version."""
-    found = engine_versions.installed_vllm()
-    tested = engine_versions.supported_vllm_text()
-    if found is None:
-        return Finding("engine", "fail", "no vLLM found", "pip install 'kvconnect[vllm]'")
-    value = " ".join(found)
-    if not engine_versions.vllm_is_supported(found[1]):
-        return Finding("engine", "fail", value, f"install a supported vLLM: {tested}")
-    return Finding("engine", "ok", f"{value} (supported: {tested})")
-
-
-def check_plugin() -> Finding:
-    """Whether vLLM finds the entry point, and VLLM_PLUGINS allows it."""
-    visible = {entry.name: entry.value for entry in entry_points(group=_PLUGIN_GROUP)}
-    if _PLUGIN not in visible:
-        fix = "install kvconnect into the environment that runs the engine"
-        return Finding("plugin", "fail", f"no entry point in {_PLUGIN_GROUP}", fix)
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and _PLUGIN not in allowed.split(","):
-        fix = f"unset VLLM_PLUGINS, or add {_PLUGIN} to its comma-separated list (no spaces)"
-        return Finding("plugin", "fail", f"hidden by VLLM_PLUGINS={allowed!r}", fix)
-    return Finding("plugin", "ok", visible[_PLUGIN])
+    return _required("torch", f"install the engine: {extras.command(['vllm'])} or [sglang]")
 
 
 def check_native() -> Finding:
@@ -147,6 +120,14 @@ def check_cuda() -> Finding:
     return Finding("cuda", "ok", "no device (CPU engine)")
 
 
+def check_commands() -> Finding:
+    """The packages of the commands beside the engine. Each command works without the others'."""
+    lacking = extras.missing(_COMMANDS)
+    there = ", ".join(name for name in _COMMANDS if name not in lacking) or "none"
+    more = f"; for {', '.join(lacking)}: {extras.command(lacking)}" if lacking else ""
+    return Finding("commands", "ok", f"{there}{more}")
+
+
 def check_nixl() -> Finding:
     """NIXL, the other transport for hand-offs, and whether its build matches torch's CUDA."""
     found = nixl_distributions()
@@ -184,8 +165,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_kvconnect,
     check_msgspec,
     check_torch,
-    check_engine,
-    check_plugin,
     check_native,
     check_xxhash,
     check_memory,
@@ -194,12 +173,13 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_memlock,
     check_cuda,
     check_nixl,
+    check_commands,
 )
 
 
 def run() -> FindingsReport:
     """Run every check."""
-    findings = tuple(check() for check in CHECKS)
+    findings = (*engines.check_engines(), *(check() for check in CHECKS))
     bad = "offload cannot work here: see the fail lines"
     return FindingsReport(findings, "offload can work here", bad)
 

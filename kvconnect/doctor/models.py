@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvconnect import engine_versions
 from kvconnect.cache.architectures import (
     ARCHITECTURES,
     ENGINES,
@@ -25,7 +24,7 @@ from kvconnect.cache.architectures import (
     shared_with,
     text_part,
 )
-from kvconnect.doctor import Finding, FindingsReport, Status
+from kvconnect.doctor import Finding, FindingsReport, Status, engines
 
 _MOST_BYTES = 16 << 20
 """Size of a ``config.json`` that is not read any more."""
@@ -49,7 +48,7 @@ def examine(folder: str) -> FindingsReport:
     kinds = kinds_of(config)
     names = names_of(config)
     findings = [_model(names, kinds)]
-    known = {engine: _version(engine) for engine in ENGINES}
+    known = {engine: engines.version_of(engine) for engine in ENGINES}
     for engine in [e for e in ENGINES if known[e]] or ENGINES:
         findings.append(_engine(engine, known[engine], names))
         findings += [_feature(engine, feature, kinds, config) for feature in FEATURES]
@@ -75,30 +74,16 @@ def _model(names: Sequence[str], kinds: Sequence[str]) -> Finding:
     return Finding("model", "warn", value, fix)
 
 
-def _version(engine: Engine) -> str:
-    """Return the distribution and version of an installed engine; empty if there is none."""
-    if engine == "vllm":
-        return " ".join(engine_versions.installed_vllm() or ())
-    found = engine_versions.installed("sglang")
-    return f"sglang {found}" if found else ""
-
-
 def _engine(engine: Engine, version: str, names: Sequence[str]) -> Finding:
     """Return whether the installed version is supported and knows the architecture."""
-    vllm = engine == "vllm"
-    supported = engine_versions.supported_vllm_text() if vllm else engine_versions.TESTED_SGLANG
     if not version:
-        return Finding(engine, "ok", f"not installed; the lines below are about {supported}")
-    value = f"{version} (supported: {supported})"
-    number = version.rpartition(" ")[2]
-    if vllm and not engine_versions.vllm_is_supported(number):
-        return Finding(engine, "fail", value, f"install a supported vLLM: {supported}")
-    if not vllm and number != supported:
-        return Finding(engine, "warn", value, f"not tested with it: install sglang=={supported}")
-    if names and not _names_any(engine, names):
+        value = f"not installed; the lines below are about {engines.supported(engine)}"
+        return Finding(engine, "ok", value)
+    found = engines.check_version(engine, version)
+    if found.status == "ok" and names and not _names_any(engine, names):
         fix = "use a version of the engine that lists it, or its Transformers backend"
-        return Finding(engine, "warn", f"{value}, which has no code of its own for it", fix)
-    return Finding(engine, "ok", value)
+        return Finding(engine, "warn", f"{found.value}, which has no code of its own for it", fix)
+    return found
 
 
 def _names_any(engine: Engine, names: Sequence[str]) -> bool:

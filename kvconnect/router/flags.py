@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.api_keys import ApiKey, parse_api_keys
@@ -30,6 +29,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_listening(parser)
     _add_choices(parser)
     _add_limits(parser)
+
+
+def extras_of(arguments: argparse.Namespace) -> list[str]:
+    """Return the extras of kvconnect that parsed flags need."""
+    kubernetes = arguments.prefill_kubernetes or arguments.decode_kubernetes
+    sources = {"kubernetes": kubernetes, "etcd": arguments.etcd}
+    return ["router", *(extra for extra, named in sources.items() if named)]
 
 
 def options_of(arguments: argparse.Namespace) -> RouterOptions:
@@ -81,18 +87,8 @@ def _sources_of(arguments: argparse.Namespace) -> Sources:
             flag, named = f"{role.value}-{kind}", getattr(arguments, f"{role.value}_{kind}")
             if named:
                 by_role[role] = check_hosts(flag, named)
-            if named and kind == "kubernetes":
-                _need(flag, named[0], "kubernetes", "kubernetes")
-    if arguments.etcd:
-        _need("etcd", arguments.etcd, "etcd3gw", "etcd")
     etcd = check_etcd(arguments.etcd)
     return Sources(arguments.workers_file, hosts["dns"], hosts["kubernetes"], etcd)
-
-
-def _need(flag: str, value: str, package: str, extra: str) -> None:
-    """Refuse a flag whose package is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(flag, value, f"{package} is missing: pip install 'kvconnect[{extra}]'")
 
 
 def _admin_of(arguments: argparse.Namespace) -> AdminAccess:

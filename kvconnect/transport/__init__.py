@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvconnect.errors import ConfigError
+from kvconnect.extras import what_to_install
 from kvconnect.transport.base import ConnectionOptions, Security, Transport
 
 __all__ = ["PAGE_PATHS", "ConnectionOptions", "Security", "Transport", "make_transport"]
@@ -22,6 +23,8 @@ def make_transport(name: str, security: Security, options: ConnectionOptions) ->
 
         return TcpTransport(security, options)
     if name == "nixl":
+        if lacking := what_to_install(["nixl"]):
+            raise ConfigError("transport", name, f"{lacking}, or use 'tcp'")
         from kvconnect.transport.nixl import NixlTransport
 
         return NixlTransport(security, options)

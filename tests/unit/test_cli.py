@@ -12,7 +12,7 @@ import pytest
 
 import kvconnect
 from kvconnect import cli
-from kvconnect.doctor import Finding, FindingsReport, Status, checks, disk, transfers
+from kvconnect.doctor import Finding, FindingsReport, Status, checks, disk, engines, transfers
 from kvconnect.doctor.peer_process import Task
 
 
@@ -22,6 +22,7 @@ def doctor_says(monkeypatch: pytest.MonkeyPatch, *statuses: Status) -> None:
         for status in statuses
     )
     monkeypatch.setattr(checks, "CHECKS", found)
+    monkeypatch.setattr(engines, "check_engines", list)
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,8 +127,9 @@ def test_every_check_runs_here_and_names_a_fix_for_what_is_not_ok() -> None:
     )
     answer = json.loads(done.stdout)
     assert done.returncode == (0 if answer["ok"] else 1)
-    assert len(answer["findings"]) == len(checks.CHECKS)
-    assert len({finding["name"] for finding in answer["findings"]}) == len(checks.CHECKS)
+    expected = len(engines.check_engines()) + len(checks.CHECKS)
+    assert len(answer["findings"]) == expected
+    assert len({finding["name"] for finding in answer["findings"]}) == expected
     for finding in answer["findings"]:
         assert finding["value"]
         assert bool(finding["fix"]) is (finding["status"] != "ok"), finding

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconnect.errors import ConfigError
+from kvconnect.extras import what_to_install
 
 
 def add_command(commands: Any) -> None:
@@ -31,11 +32,9 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Write a page; return the exit code."""
     from kvconnect.observability.report import runs  # other commands need none of its catalogue
 
-    try:
-        page = importlib.import_module("kvconnect.observability.report.page")
-    except ImportError as error:
-        package = str(error.name).partition(".")[0]
-        parser.error(f"{package} is missing: pip install 'kvconnect[report]'")
+    if lacking := what_to_install(["report"]):
+        parser.error(lacking)
+    page = importlib.import_module("kvconnect.observability.report.page")
     paths = [path for path in (arguments.first, arguments.second) if path is not None]
     try:
         text = page.html([runs.read(path) for path in paths])

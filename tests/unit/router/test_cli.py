@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import signal
@@ -157,7 +156,8 @@ def test_a_source_without_its_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for package in ("kubernetes", "etcd3gw"):
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit):
         cli.main([*NEEDED, flag, value])
     assert f"pip install 'kvconnect[{extra}]'" in capsys.readouterr().err
@@ -166,13 +166,18 @@ def test_a_source_without_its_package_says_what_to_install(
 def test_without_its_packages_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'aiohttp'", name="aiohttp")
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(SystemExit):
-        cli.main(NEEDED)
-    assert "aiohttp is missing: pip install 'kvconnect[router]'" in capsys.readouterr().err
+    for package in ("aiohttp", "zmq", "etcd3gw"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for flags, what in (
+        ([], "aiohttp, zmq are missing: pip install 'kvconnect[router]'"),
+        (
+            ["--etcd", "http://a/kv"],
+            "aiohttp, zmq, etcd3gw are missing: pip install 'kvconnect[router,etcd]'",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main([*NEEDED, *flags])
+        assert what in capsys.readouterr().err
 
 
 def test_it_serves_until_it_is_told_to_stop() -> None:
