@@ -217,10 +217,10 @@ class Receives:
         self.ledger.settle(report.job)
         handoff = in_flight.handoff
         dropped = handoff.state is Handoff.DROPPING
-        if in_flight.detail and not dropped:
-            logger.warning("request %s: hand-off failed: %s", handoff.req_id, in_flight.detail)
         handoff.state = HANDOFF.after(handoff.state, Event.ANSWERED)
         cause = first_cause(in_flight.failures.values())
+        if in_flight.detail and cause is not FailureCause.SKIPPED:  # else nobody waits for it
+            logger.warning("request %s: hand-off failed: %s", handoff.req_id, in_flight.detail)
         # A finished request computes nothing more.
         lost = 0 if cause is None or dropped else _lost_tokens(self._groups, in_flight)
         settled = SettledReceive(handoff.req_id, cause, dropped, lost)

@@ -17,8 +17,10 @@ from kvconnect.config import Config
 from kvconnect.engines.sglang import backend, runtime_context, tracing
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
+from kvconnect.engines.sglang.prompts import AdapterContents
 from kvconnect.engines.sglang.rooms import SendRoom
 from kvconnect.errors import ConfigError
+from kvconnect.protocol.prompts import PromptIdentity
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint
 
@@ -183,12 +185,21 @@ def test_what_is_known_of_a_request_from_its_queue() -> None:
     room = SendRoom()
     prefill_rooms = SimpleNamespace(find=lambda number: room if number == ROOM else None)
     scheduler = SimpleNamespace(forward_stream="forward", enable_overlap=False)
-    queue = SimpleNamespace(kv_manager=manager(prefill_rooms=prefill_rooms), scheduler=scheduler)
+    made = manager(prefill_rooms=prefill_rooms, adapters=AdapterContents())
+    queue = SimpleNamespace(kv_manager=made, scheduler=scheduler)
+    opened: list[PromptIdentity] = []
     req = SimpleNamespace(
-        bootstrap_room=ROOM, disagg_kv_sender=object(), origin_input_ids=range(3 * PAGE + 1)
+        bootstrap_room=ROOM,
+        disagg_kv_sender=SimpleNamespace(open=opened.append),
+        origin_input_ids=range(3 * PAGE + 1),
+        lora_id=None,
+        extra_key=None,
+        cache_salt=None,
+        multimodal_inputs=None,
     )
     tracing._after_sender(True, queue, req, 4)
     assert room.prompt_blocks == 3
+    assert [prompt.tokens for prompt in opened] == [3 * PAGE + 1]
     assert (queue.kv_manager.streams.forward, queue.kv_manager.overlaps) == ("forward", False)
     stock = SimpleNamespace(kv_manager=SimpleNamespace(), scheduler=scheduler)
     tracing._after_sender(True, stock, req, 4)  # SGLang's own backends are left alone

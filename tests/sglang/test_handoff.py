@@ -27,7 +27,7 @@ from tests.sglang.scenario import (
     tokens,
     traded,
 )
-from tests.sglang.server import SglangServer
+from tests.sglang.server import PAGE, SglangServer
 
 MANY = 50
 OPERATIONS = "sglang:kvconnect_transfer_operations_total"
@@ -120,6 +120,46 @@ def test_wrong_pages_change_the_tokens(
     right = expected(asked)
     assert all(a != b for a, b in zip(wrong, right, strict=True))
     assert tokens(ask_all(p, d, asked, NEW, CROWD)) == right
+
+
+OTHER_PROMPTS: dict[str, tuple[list[int], dict[str, str], str]] = {
+    "ids": (prompt_tokens(60, start=9000), {}, "token ids"),
+    "longer": (prompt_tokens(60 + 3 * PAGE, start=8000), {}, "token ids"),
+    "shorter": (prompt_tokens(60 - PAGE, start=8000), {}, "token ids"),
+    "salt": (prompt_tokens(60, start=8000), {"cache_salt": "x"}, "media, adapter or salt"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_PROMPTS)
+@pytest.mark.parametrize("sends", ["layers", "chunks"])
+def test_halves_with_different_prompts_fail_and_say_why(
+    fleet: Fleet, expected: Expected, sends: str, case: str
+) -> None:
+    """As with another chat template or tokenizer on one side. No answer is of a mixture."""
+    p, d, prompt = getattr(fleet, sends), fleet.tcp, prompt_tokens(60, start=8000)
+    assert tokens([ask(p, d, prompt, NEW)]) == expected([prompt])  # control: one prompt
+    other, extra, what = OTHER_PROMPTS[case]
+    before = refusals(p, d)
+    meeting = room(p)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(p.complete, prompt, NEW, **meeting)
+        for ask_half in (partial(d.complete, other, NEW, **meeting, **extra), first.result):
+            with pytest.raises(urllib.error.HTTPError) as failed:
+                ask_half()
+            text = failed.value.read().decode()
+            assert failed.value.code == 500
+            assert f"the prompts differ in their {what}" in text
+            assert "60 tokens" in text and f"{len(other)} tokens" in text
+    after = [count + 1 for count in before]
+    assert settled(lambda: refusals(p, d), after) == after
+    assert_quiet(p, d)
+
+
+def refusals(p: SglangServer, d: SglangServer) -> list[float]:
+    return [
+        p.metric("sglang:kvconnect_handoff_refused_total", field="prompt"),
+        d.metric("sglang:kvconnect_handoff_failures_total", cause="prompt"),
+    ]
 
 
 @pytest.mark.parametrize("sends", ["layers", "chunks"])

@@ -37,11 +37,13 @@ from kvconnect.engines.sglang import layerwise, runtime_context, translate
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses, endpoint_of, forget_ranks
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import EngineStreams
+from kvconnect.engines.sglang.prompts import AdapterContents
 from kvconnect.engines.sglang.rooms import PrefillRooms, contain_room_errors, is_room
 from kvconnect.engines.sglang.stats import publish_regularly
 from kvconnect.engines.sglang.tracing import make_spans
 from kvconnect.errors import ConfigError, Refused, refusing
 from kvconnect.offload.streams import DeviceFence
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.transport.base import Fence
 from kvconnect.types import Span
 
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _LAST_PORT = 0xFFFF
 
+_NO_ROOM = "is no number from 1 to 2**63 - 1"
 # SGLang raises these for a prefill server that does not fit, or whose answer is malformed.
 _SGLANG_ERRORS = (
     *(RuntimeError, AssertionError, TypeError, ValueError, LookupError),
@@ -92,6 +95,7 @@ class KVConnectManager(CommonKVManager):
         traced = self.spans is not None
         self.agent = start_agent(config, cache, address, patience, alone=True, traced=traced)
         self.streams = EngineStreams(cache.device)
+        self.adapters = AdapterContents()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own frames have no authentication
         kinds = [(group.block_tokens, group.kv_heads) for group in cache.hello.groups]
@@ -224,12 +228,12 @@ class KVConnectSender(CommonKVSender):
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         if not is_room(bootstrap_room):
-            mgr.fail(
-                bootstrap_room,
-                f"bootstrap_room={bootstrap_room!r} is no number from 1 to 2**63 - 1",
-            )
-        elif mgr.request_status.get(bootstrap_room) == KVPoll.Bootstrapping:
-            mgr.prefill_rooms.open(bootstrap_room)
+            mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} {_NO_ROOM}")
+
+    def open(self, prompt: PromptIdentity) -> None:
+        """Open the request's room for a reader with the same prompt."""
+        if self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Bootstrapping:
+            self.kv_mgr.prefill_rooms.open(self.bootstrap_room, prompt)
 
     def pop_decode_prefix_len(self) -> int:
         """Return how many tokens the decode engine already has."""
@@ -268,6 +272,7 @@ class KVConnectReceiver(CommonKVReceiver):
     """One request on the decode side. For the scheduler's thread."""
 
     parent: Any = None  # context with the request's own span, if it has one
+    prompt: PromptIdentity = NO_PROMPT
 
     def __init__(
         self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int | None = None
@@ -275,10 +280,7 @@ class KVConnectReceiver(CommonKVReceiver):
         mgr.forget_ended()
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         if not is_room(bootstrap_room):
-            mgr.fail(
-                bootstrap_room,
-                f"bootstrap_room={bootstrap_room!r} is no number from 1 to 2**63 - 1",
-            )
+            mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} {_NO_ROOM}")
         mgr.addresses.allows(bootstrap_addr)  # starts resolving the name
 
     def send_metadata(
@@ -315,6 +317,7 @@ class KVConnectReceiver(CommonKVReceiver):
                 workers=tuple(endpoint_of(found) for found in self.bootstrap_infos),
                 tp=int(info.attn_tp_size),
                 pp=int(info.pp_size),
+                prompt=self.prompt,
             )
             with self.kv_mgr.streams.joined():
                 self.kv_mgr.decode_rooms.request(self.bootstrap_room, request)

@@ -15,9 +15,11 @@ from kvconnect.disaggregation.messages import (
     Keep,
     PrefillSource,
     Receive,
+    ReceiveReport,
 )
 from kvconnect.engines.sglang.rooms import contain_room_errors, transfer_of
 from kvconnect.offload.messages import JobReport
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.protocol.topology import sources_for
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span
 
@@ -25,7 +27,7 @@ from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span
 class RoomRequest(NamedTuple):
     """Blocks that a decode rank requests: KV blocks ``first ...`` into pages ``ids``, and other
     groups' spans. ``workers``: the prefill ranks that SGLang pairs it with. ``tp``, ``pp``: sizes
-    of the prefill engine."""
+    of the prefill engine. ``prompt``: the request's; prefill's must be the same."""
 
     first: int
     ids: array[int]
@@ -33,6 +35,7 @@ class RoomRequest(NamedTuple):
     workers: tuple[Endpoint, ...]
     tp: int
     pp: int
+    prompt: PromptIdentity = NO_PROMPT
 
 
 class DecodeRooms:
@@ -84,6 +87,7 @@ class DecodeRooms:
             tokens=tuple(self._tokens(span) for span in spans),
             early=True,
             deadline_s=self._deadline_s,
+            prompt=request.prompt,
         )
         self._agent.run(DisaggregationInstructions(receives=[receive], keeps=refusals))
 
@@ -97,7 +101,7 @@ class DecodeRooms:
         """Return whether no page of a room can be written any more."""
         return room not in self._jobs
 
-    def take(self, finished: Sequence[tuple[JobReport, Receive]]) -> None:
+    def take(self, finished: Sequence[tuple[ReceiveReport, Receive]]) -> None:
         """Process receives that ended."""
         for report, job in finished:
             room = int(job.req_id)
@@ -122,10 +126,12 @@ class DecodeRooms:
                 stats.count("handoff_received_requests", label="failed")
                 stats.count("handoff_failures", label=report.failures[0].cause.value)
 
-    def _why(self, report: JobReport, job: Receive) -> str:
+    def _why(self, report: ReceiveReport, job: Receive) -> str:
         """Return why a receive failed, for the client."""
         causes = Counter(failure.cause for failure in report.failures)
         found = ", ".join(f"{count} x {cause.value}" for cause, count in causes.items())
+        if report.detail:
+            return f"blocks did not arrive ({found}): {report.detail}"
         for endpoint in job.source.endpoints if job.source else ():
             refusal = self._agent.ended.refusals.get(endpoint)
             if FailureCause.REFUSED in causes and refusal:

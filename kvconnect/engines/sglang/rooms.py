@@ -25,6 +25,7 @@ from kvconnect.disaggregation.messages import (
     Withdraw,
 )
 from kvconnect.errors import Refused, contained
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.protocol.topology import readers_for
 from kvconnect.stats import OTHER
 from kvconnect.transport.base import Fence
@@ -52,8 +53,9 @@ def room_of(transfer: TransferId) -> int:
     return int.from_bytes(transfer[len(_PREFIX) :], "big")
 
 
-def _announced(room: int) -> DisaggregationInstructions:
-    return DisaggregationInstructions(offers=[OfferBlocks(transfer_of(room))])
+def _announced(room: int, prompt: PromptIdentity) -> DisaggregationInstructions:
+    offer = OfferBlocks(transfer_of(room), prompt=prompt)
+    return DisaggregationInstructions(offers=[offer])
 
 
 def contain_room_errors(
@@ -88,6 +90,7 @@ _readers = functools.lru_cache(maxsize=64)(readers_for)  # some milliseconds for
 class SendRoom:
     """A room of the prefill side. Blocks are counted from the start of the prompt."""
 
+    prompt: PromptIdentity = NO_PROMPT
     prefix: int = 0  # blocks that decode already has; fixed when the first reader joins
     prompt_blocks: int | None = None  # blocks of the prompt, if known
     offered: int | None = None  # first block not offered; None: nothing was offered
@@ -176,15 +179,15 @@ class PrefillRooms:
         self._unasked: dict[int, None] = {}  # closed before a reader asked; oldest first
         self._withdrawing: set[int] = set()  # withdrawals that were not answered
 
-    def open(self, room: int) -> None:
-        """Open the room of a request of this rank. Readers may ask for its blocks once nothing of
-        an earlier request with the same room is in flight."""
+    def open(self, room: int, prompt: PromptIdentity = NO_PROMPT) -> None:
+        """Open the room of a request of this rank, for readers with the same prompt. They may ask
+        for its blocks once nothing of an earlier request with the same room is in flight."""
         with contain_room_errors(self._agent, room, self.give_up):
             self._unasked.pop(room, None)
             if room not in self._rooms:
-                self._rooms[room] = SendRoom()
+                self._rooms[room] = SendRoom(prompt)
                 if room not in self._withdrawing:
-                    self._agent.run(_announced(room))
+                    self._agent.run(_announced(room, prompt))
 
     def find(self, room: int) -> SendRoom | None:
         """Return a room if it is open."""
@@ -273,18 +276,20 @@ class PrefillRooms:
                     self._withdrawing.remove(room)
                     found = self._rooms.get(room)
                     if found is not None and not found.given_up:
-                        self._agent.run(_announced(room))
+                        self._agent.run(_announced(room, found.prompt))
 
     def _take(self, room: int, notice: TransferEvent) -> None:
-        if room in self._unasked and notice.kind is NoticeKind.JOINED:
-            del self._unasked[room]
-            self._withdraw(room)
+        if notice.kind is NoticeKind.JOINED:
+            self._refuse_late(room)
         found = self._rooms.get(room)
         if found is None or notice.kind in (NoticeKind.RENEWED, NoticeKind.WITHDRAWN):
             return
-        if notice.kind is NoticeKind.DECLINED:
+        if notice.kind in (NoticeKind.DECLINED, NoticeKind.MISMATCHED):
             if found.joined:
                 return  # another reader needs it
+            if notice.kind is NoticeKind.MISMATCHED:
+                self.give_up(room, notice.detail)
+                return
             found.waiting = frozenset()  # decode reads these heads from another rank
             self._ready(room)
         elif notice.reader is not None and notice.kind is NoticeKind.JOINED:
@@ -298,6 +303,12 @@ class PrefillRooms:
             nbytes, seconds = found.moved
             found.moved = RoomTransfer(nbytes + notice.nbytes, seconds + notice.seconds)
         self._settle(room, found)
+
+    def _refuse_late(self, room: int) -> None:
+        """Refuse the readers of a room that was closed before they came."""
+        if room in self._unasked:
+            del self._unasked[room]
+            self._withdraw(room)
 
     def _withdraw(self, room: int) -> None:
         if room not in self._withdrawing:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvconnect.disaggregation.messages import NoticeKind, Receive, ReceiveReport, TransferEvent
-from kvconnect.engines.sglang.rooms import room_of
+from kvconnect.engines.sglang.prompts import prompt_identity
+from kvconnect.engines.sglang.rooms import contain_room_errors, room_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -98,6 +99,9 @@ def _after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> Non
         return
     manager.streams.forward = queue.scheduler.forward_stream
     manager.overlaps = queue.scheduler.enable_overlap
+    with contain_room_errors(manager.agent, req.bootstrap_room, manager.fail):
+        prompt = prompt_identity(req, queue.scheduler, manager.adapters)
+        req.disagg_kv_sender.open(prompt)
     room = prefill_rooms.find(req.bootstrap_room)
     if room is not None:
         room.prompt_blocks = len(req.origin_input_ids) // manager.kv_args.page_size
@@ -110,3 +114,6 @@ def _after_receiver(made: Any, queue: Any, *_: Any, **__: Any) -> None:
     if getattr(manager, "decode_rooms", None) is not None:
         manager.streams.forward = queue.scheduler.forward_stream
         made.kv_receiver.parent = context_of(made.req)
+        with contain_room_errors(manager.agent, made.req.bootstrap_room, manager.fail):
+            prompt = prompt_identity(made.req, queue.scheduler, manager.adapters)
+            made.kv_receiver.prompt = prompt

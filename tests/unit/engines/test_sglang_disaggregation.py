@@ -22,6 +22,7 @@ from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import LayerwisePush, deferring_frees
 from kvconnect.engines.sglang.rooms import PrefillRooms, is_room, room_of, transfer_of
 from kvconnect.errors import Incompatible
+from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, difference, identify
 from kvconnect.protocol.topology import head_range
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint, Rank, Span
@@ -147,15 +148,20 @@ class Decode(Rank1):
     def poll_agent(self) -> None:
         self.decode_rooms.take(self.agent.poll()[0])
 
-    def ask(self, pages: Sequence[int], sources: Sequence[Prefill], prefix: int = 0) -> None:
+    def ask(
+        self,
+        pages: Sequence[int],
+        sources: Sequence[Prefill],
+        prefix: int = 0,
+        prompt: PromptIdentity = NO_PROMPT,
+    ) -> None:
         rest = [Span(translate.AUX, 0, array("q", [4]))]
         if self.state:
             rest.append(Span(translate.FIRST_STATE, 0, array("q", [1])))
         tp, pp = sources[0].rank.tp, sources[0].rank.pp
-        mine = tuple(source.endpoint for source in sources)
-        self.decode_rooms.request(
-            ROOM, RoomRequest(prefix, array("q", pages[prefix:]), tuple(rest), mine, tp, pp)
-        )
+        mine, ids = tuple(source.endpoint for source in sources), array("q", pages[prefix:])
+        request = RoomRequest(prefix, ids, tuple(rest), mine, tp, pp, prompt)
+        self.decode_rooms.request(ROOM, request)
 
 
 @pytest.fixture
@@ -233,6 +239,38 @@ def test_every_rank_gets_its_heads(
     page_bytes = sum(r.page(n, 0).nbytes for r in decode for n in range(len(r.kv)))
     aux_bytes = sum(tensor[0].nbytes for tensor in decode[0].aux) * len(decode)
     assert sent == page_bytes * len(here) + aux_bytes
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["reader first", "prefill first"])
+def test_a_reader_of_another_prompt_fails_both_sides_at_once(
+    closing: ExitStack, late: bool
+) -> None:
+    """Both have the same number of pages, so nothing else would tell."""
+    ours, theirs = identify([1, 2, 3], None), identify([1, 2, 4], None)
+    prefill, (reader,) = engines(closing, (2, 1), 4)
+    pages = [3, 9, 4]
+    steps = [
+        lambda: [source.prefill_rooms.open(ROOM, ours) for source in prefill],
+        lambda: reader.ask(pages, prefill, prompt=theirs),
+    ]
+    for step in steps if late else reversed(steps):
+        step()
+    everyone = [*prefill, reader]
+    # SGLang fails a request on all prefill ranks if it fails on one.
+    until(everyone, lambda: bool(reader.failed) and any(source.failed for source in prefill))
+    for why in (why for rank in everyone for why in rank.failed):
+        assert difference(ours, theirs) in why
+    assert not any(rank.ready or rank.done for rank in everyone)
+    assert not any(reader.page(0, page).any() for page in pages)
+    # Control: with prefill's prompt, the next request of this room is handed off.
+    for source in prefill:
+        source.prefill_rooms.close(ROOM)
+        source.prefill_rooms.open(ROOM, ours)
+    reader.ask(pages, prefill, prompt=ours)
+    until(everyone, lambda: all(source.ready for source in prefill))
+    for source in prefill:
+        source.send_all(pages)
+    until(everyone, lambda: all(rank.done for rank in everyone))
 
 
 def test_a_prefix_that_decode_has_is_not_sent_again(closing: ExitStack) -> None:

@@ -1,0 +1,66 @@
+"""The identity of an SGLang request's prompt, which both servers of a hand-off must agree on."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from kvconnect.bounded import remember
+from kvconnect.cache.model_identity import model_name
+from kvconnect.errors import Incompatible
+from kvconnect.protocol.prompts import PromptIdentity, identify
+
+logger = logging.getLogger(__name__)
+
+_MOST_ADAPTERS = 4096  # whose digests are kept; others are made again
+# SGLang appends the size of an elastic expert-parallel engine to a request's extra key.
+_OF_THIS_ENGINE = re.compile(r"\|?elastic_ep_size=\d+")
+
+
+class AdapterContents:
+    """What the adapters of requests contain, by SGLang's id of each load of an adapter. For the
+    scheduler's thread; may block for tens of milliseconds when an adapter is new."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+
+    def identify(self, lora_id: str, loaded: Any) -> tuple[str, str]:
+        """Return an adapter's name and a digest of its files. ``loaded``: SGLang's ``LoRARef``; an
+        adapter that is not known here goes by its id."""
+        if loaded is None:
+            return "", lora_id
+        digest = self._digests.get(lora_id)
+        if digest is None:
+            digest = _digest(str(loaded.lora_path))
+            remember(self._digests, lora_id, digest, _MOST_ADAPTERS)
+        return str(loaded.lora_name), digest
+
+
+def prompt_identity(req: Any, scheduler: Any, adapters: AdapterContents) -> PromptIdentity:
+    """Return what the KV of SGLang's ``Req`` depends on, except the model.
+
+    Media are part of the token ids, where SGLang writes values made from their hashes. A request
+    whose KV prefill computes once more has its answer so far in its prompt.
+    """
+    ids = req.origin_input_ids
+    if getattr(req, "pd_rebootstrap_in_progress", False):
+        ids = [*ids, *req.output_ids]
+    adapter, extra_key = None, req.extra_key or ""
+    if req.lora_id is not None:
+        extra_key = extra_key.replace(req.lora_id, "")  # a random number in each engine
+        manager = scheduler.tp_worker.model_runner.lora_manager
+        loaded = manager.lora_refs.get(req.lora_id) if manager is not None else None
+        adapter = adapters.identify(req.lora_id, loaded)
+    media = req.multimodal_inputs.mm_items if req.multimodal_inputs is not None else ()
+    hashes = [str(item.hash) for item in media]
+    context = adapter, req.cache_salt, _OF_THIS_ENGINE.sub("", extra_key), hashes
+    return identify(ids, context)
+
+
+def _digest(path: str) -> str:
+    try:
+        return model_name(path, None, {}, "adapter_config.json")
+    except (Incompatible, OSError) as error:
+        logger.warning("the weights of adapter %s are not known: %s", path, error)
+        return ""

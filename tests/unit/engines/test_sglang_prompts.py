@@ -1,0 +1,82 @@
+"""Identities of SGLang's requests: equal on both servers for one request, and for no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvconnect.engines.sglang.prompts import AdapterContents, prompt_identity
+from kvconnect.protocol.prompts import PromptIdentity
+
+
+def adapter(folder: Path, weights: bytes) -> Path:
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    (folder / "adapter_config.json").write_text("{}")
+    return folder
+
+
+def scheduler(**loaded: Path) -> Any:
+    """A server's scheduler with adapters named ``poet``, by SGLang's ids."""
+    refs = {
+        name: SimpleNamespace(lora_name="poet", lora_path=str(path))
+        for name, path in loaded.items()
+    }
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(lora_refs=refs))
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+
+
+def identity(server: Any = None, **fields: Any) -> PromptIdentity:
+    known = {"origin_input_ids": [1, 2, 3], "output_ids": [], "lora_id": None, "extra_key": None}
+    req = SimpleNamespace(**{**known, "cache_salt": None, "multimodal_inputs": None, **fields})
+    return prompt_identity(req, server or scheduler(), AdapterContents())
+
+
+def media(*hashes: int) -> Any:
+    return SimpleNamespace(mm_items=[SimpleNamespace(hash=value) for value in hashes])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"origin_input_ids": [1, 2, 4]},
+        {"origin_input_ids": [1, 2, 3, 4]},
+        {"cache_salt": "a tenant"},
+        {"extra_key": "a class"},
+        {"multimodal_inputs": media(5)},
+        {"lora_id": "0a"},
+    ],
+)
+def test_a_request_that_differs_has_another_identity(other: dict[str, Any]) -> None:
+    assert identity(**other) == identity(**other)  # control
+    assert identity(**other) != identity()
+
+
+def test_media_go_by_what_they_are() -> None:
+    assert identity(multimodal_inputs=media(5)) != identity(multimodal_inputs=media(6))
+
+
+def test_adapters_go_by_name_and_files_and_not_by_the_number_that_an_engine_gave(
+    tmp_path: Path,
+) -> None:
+    first = adapter(tmp_path / "a", b"weights" * 100)
+    same = adapter(tmp_path / "b", b"weights" * 100)
+    other = adapter(tmp_path / "c", b"changed" * 100)
+    ours = identity(scheduler(aa=first), lora_id="aa", extra_key="classaa")
+    assert identity(scheduler(bb=same), lora_id="bb", extra_key="classbb") == ours
+    assert identity(scheduler(cc=other), lora_id="cc", extra_key="classcc") != ours
+    assert identity(scheduler(bb=same), lora_id="bb", extra_key="otherbb") != ours
+
+
+def test_the_size_of_an_elastic_engine_is_not_the_requests() -> None:
+    assert identity(extra_key="class|elastic_ep_size=4") == identity(extra_key="class")
+    assert identity(extra_key="elastic_ep_size=4") == identity(extra_key=None)
+
+
+def test_a_prompt_that_is_computed_once_more_has_the_answer_so_far() -> None:
+    again = identity(output_ids=[7, 8], pd_rebootstrap_in_progress=True)
+    assert again == identity(origin_input_ids=[1, 2, 3, 7, 8])
+    assert identity(output_ids=[7, 8]) == identity()  # control: decode's own tokens
