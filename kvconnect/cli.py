@@ -7,7 +7,6 @@ import contextlib
 import importlib
 import ipaddress
 import json
-import logging
 import os
 import re
 import socket
@@ -30,6 +29,7 @@ from kvconnect.observability import report, top
 from kvconnect.observability.metrics import dashboards
 from kvconnect.router import cache_command
 from kvconnect.router import flags as router_flags
+from kvconnect.terminal import PlainParser, log_to_stderr, plain, say
 
 Refuse = Callable[[str], NoReturn]
 """Ends the command with a usage error."""
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; its result has the function to ``run``."""
-    parser = argparse.ArgumentParser(prog="kvconnect", description="KV-cache connector tools")
+    parser = PlainParser(prog="kvconnect", description="KV-cache connector tools")
     version = engine_versions.installed("kvconnect") or "(not installed: running from a checkout)"
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -157,14 +157,19 @@ def parse_address(field: str, text: str) -> tuple[str, int]:
 
 
 def _listen(task: Task) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr()
     with contextlib.suppress(KeyboardInterrupt):
-        transfers.listen(task, partial(print, flush=True), lambda: False)
+        transfers.listen(task, _say_now, lambda: False)
     return 0
 
 
+def _say_now(line: str) -> None:
+    say(line)
+    sys.stdout.flush()
+
+
 def _show(found: FindingsReport, arguments: argparse.Namespace) -> int:
-    print(found.json() if arguments.json else found.text())
+    say(*(found.json() if arguments.json else found.text()).splitlines())
     return 0 if found.ok else 1
 
 
@@ -194,58 +199,58 @@ def run_cache(refuse: Refuse, arguments: argparse.Namespace) -> int:
 def _cache_stats(inspect: ModuleType, arguments: argparse.Namespace) -> int:
     if cache_command.is_router(arguments.folder):
         code, text = cache_command.router_stats(arguments)
-        print(text)
+        say(*text.splitlines())
         return code
     for flag in cache_command.OF_ROUTER:
         if value := getattr(arguments, flag):
             raise ConfigError(flag.replace("_", "-"), value, "only with the URL of a router")
     parts = inspect.stats(arguments.folder, arguments.model)
     if arguments.json:
-        print(json.dumps([part.json() for part in parts]))
+        say(json.dumps([part.json() for part in parts]))
         return 0
     for part in parts:
         times = f"{_when(part.oldest)} to {_when(part.newest)}" if part.blocks else "empty"
-        print(
+        say(
             f"{part.owner}  format {part.format or '-'}{_named(part.model)}  {part.blocks} blocks, "
             f"{part.block_bytes / 2**20:.1f} MiB, in {part.segments} segments of "
             f"{part.file_bytes / 2**20:.1f} MiB, {times}  {part.in_use_by or 'not in use'}"
         )
         tenants = sorted(part.tenants.items(), key=lambda item: -item[1])
         for tenant, nbytes in tenants[:_TENANTS]:
-            print(f"    tenant {tenant}  {nbytes / 2**20:.1f} MiB")
+            say(f"    tenant {tenant}  {nbytes / 2**20:.1f} MiB")
         if len(tenants) > _TENANTS:
-            print(f"    and {len(tenants) - _TENANTS} more tenants")
+            say(f"    and {len(tenants) - _TENANTS} more tenants")
     return 0
 
 
 def _cache_ls(inspect: ModuleType, arguments: argparse.Namespace) -> int:
     for entry in inspect.ls(arguments.folder, _wanted(inspect, arguments)):
         if arguments.json:
-            print(json.dumps(entry._asdict()))
+            say(json.dumps(entry._asdict()))
         else:
             what = f"{entry.key}{_named(entry.model)}"
-            print(f"{entry.owner}  {_when(entry.seconds)}  {entry.nbytes:>10}  {what}")
+            say(f"{entry.owner}  {_when(entry.seconds)}  {entry.nbytes:>10}  {what}")
     return 0
 
 
 def _cache_verify(inspect: ModuleType, arguments: argparse.Namespace) -> int:
     found = inspect.verify(arguments.folder, _show_progress if sys.stderr.isatty() else _hide)
     if arguments.json:
-        print(json.dumps(found.json()))
+        say(json.dumps(found.json()))
     else:
-        print(f"{found.blocks} blocks read, {found.bad} bad, {found.removed} of them removed")
+        say(f"{found.blocks} blocks read, {found.bad} bad, {found.removed} of them removed")
     return 1 if found.bad else 0
 
 
 def _cache_clear(inspect: ModuleType, arguments: argparse.Namespace) -> int:
     removed = inspect.clear(arguments.folder, _wanted(inspect, arguments))
-    print(json.dumps({"removed": removed}) if arguments.json else f"{removed} blocks removed")
+    say(json.dumps({"removed": removed}) if arguments.json else f"{removed} blocks removed")
     return 0
 
 
 def _cache_hint(_: ModuleType, arguments: argparse.Namespace) -> int:
     code, text = cache_command.ask_router(arguments)
-    print(text)
+    say(*text.splitlines())
     return code
 
 
@@ -295,8 +300,7 @@ def parse_seconds(field: str, text: str) -> float:
 
 def _named(model: str) -> str:
     """Return a model's name, made safe for a terminal: it comes from an untrusted file."""
-    plain = "".join(letter if letter.isprintable() else "?" for letter in model)
-    return f"  {plain}" if plain else ""
+    return f"  {plain(model)}" if model else ""
 
 
 def _when(seconds: int) -> str:
@@ -350,9 +354,9 @@ def run_dashboards(arguments: argparse.Namespace) -> int:
     try:
         written = dashboards.export(Path(arguments.folder))
     except OSError as error:
-        print(f"kvconnect dashboards: {error}", file=sys.stderr)
+        say(f"kvconnect dashboards: {error}", to=sys.stderr)
         return 1
-    print(*written, sep="\n")
+    say(*map(str, written))
     return 0
 
 
@@ -375,11 +379,11 @@ def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
         options = router_flags.options_of(arguments)
     except ConfigError as error:
         refuse(f"--{error.field} {error.value}: {error.fix}")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_to_stderr()
     try:
         app.serve(options)
     except (ConfigError, OSError) as error:
-        print(f"kvconnect router: {error}", file=sys.stderr)
+        say(f"kvconnect router: {error}", to=sys.stderr)
         return 1
     return 0
 

@@ -26,6 +26,8 @@ LAYERS = (
         "bounded",
         "secret_files",
         "extras",
+        "user_folders",
+        "terminal",
     },
     {"cache", "protocol", "_native"},
     {"copy", "transport"},

@@ -26,6 +26,7 @@ from typing import IO
 
 from kvconnect.copy.driver import Driver
 from kvconnect.errors import TransferFailed
+from kvconnect.user_folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -187,15 +188,6 @@ def _lock(file: IO[str]) -> None:
             if time.monotonic() >= stop:
                 raise
         time.sleep(_LOCK_POLL_S)
-
-
-def cache_folder() -> Path | None:
-    """Return the folder of measurements; None for a user without a home."""
-    try:
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(home) / "kvconnect"
 
 
 def scattered(count: int) -> array[int]:

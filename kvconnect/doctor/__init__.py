@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from kvconnect.terminal import plain
+
 Status = Literal["ok", "warn", "fail"]
 
 
@@ -55,7 +57,7 @@ class FindingsReport:
         lines = []
         for finding in self.findings:
             line = f"{finding.status:<5} {finding.name:<16} {finding.value}"
-            lines.append(f"{line}  -> {finding.fix}" if finding.fix else line)
+            lines.append(plain(f"{line}  -> {finding.fix}" if finding.fix else line))
         return "\n".join([*lines, self.good if self.ok else self.bad])
 
     def json(self) -> str:

@@ -27,6 +27,7 @@ from msgspec import Meta
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol.codec import MAX_MESSAGE, NO_CONTROLS, PROTOCOL, decode_struct
 from kvconnect.protocol.prompts import PromptIdentity
+from kvconnect.terminal import plain
 from kvconnect.types import Rank
 
 MAX_TEXT = 2048
@@ -120,7 +121,7 @@ class Hello(msgspec.Struct, kw_only=True, tag="hello"):
 
 
 def _clean(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_TEXT])
+    return plain(text[:MAX_TEXT])
 
 
 class Reject(msgspec.Struct, tag="turned"):

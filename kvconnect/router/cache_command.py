@@ -16,6 +16,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.api_keys import parse_api_keys
 from kvconnect.secret_files import read_secret_text
+from kvconnect.terminal import plain
 
 COMMANDS = {
     "prewarm": "have a prompt computed and stored",
@@ -174,7 +175,7 @@ def _text(field: str, path: str) -> str:
 def _lines(engine: Mapping[str, Any]) -> Iterator[str]:
     state = "draining" if engine["draining"] else "up" if engine["up"] else "down"
     names = (engine["role"], engine["url"], engine["engine"], state, ", ".join(engine["models"]))
-    yield _plain("  ".join(names))
+    yield plain("  ".join(names))
     rows = {
         "error": engine.get("error"),
         "host": _host(engine.get("host", {})),
@@ -185,7 +186,7 @@ def _lines(engine: Mapping[str, Any]) -> Iterator[str]:
     }
     for name, text in rows.items():
         if text:
-            yield _plain(f"    {name:<14}  {text}")
+            yield plain(f"    {name:<14}  {text}")
 
 
 def _lines_of_prompt(engine: Mapping[str, Any]) -> Iterator[str]:
@@ -195,7 +196,7 @@ def _lines_of_prompt(engine: Mapping[str, Any]) -> Iterator[str]:
     else:
         said = f"{engine['tokens']} of {engine['prompt_tokens']} tokens"
         said = ": ".join(filter(None, (said, _counts(engine["tiers"]))))
-    yield _plain(f"{engine['role']}  {engine['url']}{rank}  {said}")
+    yield plain(f"{engine['role']}  {engine['url']}{rank}  {said}")
 
 
 def _host(host: Mapping[str, float]) -> str:
@@ -242,8 +243,3 @@ def _of(row: Mapping[str, Any], name: str, show: Callable[[float], str], unit: s
 
 def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:.1f}"
-
-
-def _plain(text: str) -> str:
-    """Return text that is safe for a terminal: engines name models and labels."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -22,6 +22,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.protocol.tickets import parse_host
 from kvconnect.secret_files import OTHERS_WRITE, check_owner, read_secret
 from kvconnect.transport.base import Security
+from kvconnect.user_folders import key_folder
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,11 @@ LOOK_S = 1.0
 _SHORTEST_KEY = 16  # bytes
 _FEWEST_VALUES = 5  # distinct bytes in a key; 16 random hexadecimal digits have about ten
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes mounts them
+
+
+class NoLocalKey(ConfigError):
+    """No ``key_file`` is set, and this user's own key cannot be kept on this machine. Whoever needs
+    no other engines goes on without."""
 
 
 class Changes:
@@ -101,6 +107,7 @@ def read_key(config: NetworkConfig) -> bytes:
     It is empty if ``peers`` admits networks without a key.
 
     Raises:
+        NoLocalKey: this user's own key cannot be kept.
         ConfigError: the file cannot be read, its key is weak, others may change it, or ``tls_dir``
             is set without ``key_file``: certificates do not sign tickets.
     """
@@ -134,7 +141,10 @@ def record_keys(config: NetworkConfig) -> Callable[[], tuple[bytes, tuple[bytes,
 def _local_key() -> bytes:
     """Return this user's key on this machine; create it at first use. It keeps other users of the
     machine, and clients that forge tickets, from connecting engines to each other."""
-    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache", "kvconnect")
+    folder = key_folder()
+    if folder is None:
+        fix = "set it: this user has no home for a key of its own, and no XDG_CACHE_HOME"
+        raise NoLocalKey("key_file", "", fix)
     path = folder / "handoff.key"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -153,7 +163,7 @@ def _local_key() -> bytes:
             key = file.read()
     except OSError as error:
         fix = f"set it: this user's own key cannot be kept in {path} ({error})"
-        raise ConfigError("key_file", "", fix) from error
+        raise NoLocalKey("key_file", "", fix) from error
     if found.st_uid != os.geteuid() or found.st_mode & 0o077 or _is_weak(key):
         fix = "remove it, and a new one is made: it is no key that this user alone can read"
         raise ConfigError("key_file", str(path), fix)

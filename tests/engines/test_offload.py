@@ -5,6 +5,7 @@ Each test compares greedy float32 tokens with those of the same engine without a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -256,6 +257,26 @@ def test_a_full_tier_with_events() -> None:
     assert {event.block_hashes[0] for event in removed} <= {e.block_hashes[0] for e in stored}
     first = next(event for event in stored if event.parent_block_hash is None)
     assert first.token_ids in [prompt[:BLOCK_SIZE] for prompt in prompts()]
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "off"])
+def test_without_a_home_for_a_key_blocks_are_offloaded_and_not_handed_off(
+    listen: str, tmp_path: Path
+) -> None:
+    """As in a container with a read-only root. The variables are those of vLLM's own files."""
+    own = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR")
+    env = {name: str(tmp_path / name) for name in own}
+    env |= {"HOME": "/proc/1", "XDG_RUNTIME_DIR": "", "XDG_CACHE_HOME": ""}
+    with Server("llama", kv_transfer(host_bytes=HOST, listen=listen), env=env) as server:
+        assert tokens(ask(server)) == expected("llama").fresh
+        assert tokens(ask(server)) == expected("llama").fresh
+        assert hit_tokens(server) == COUNT * FULL
+        offered = server.body(prompts()[0], 1, kv_transfer_params={"do_remote_decode": True})
+        with server.open("/v1/completions", offered) as reply:
+            assert not json.load(reply).get("kv_transfer_params")
+        assert_nothing_leaks(server)
+        log = server.log.read_text()
+        assert "offloaded but not handed off" in log and "key_file" in log
 
 
 def test_a_tier_of_one_block_still_serves() -> None:

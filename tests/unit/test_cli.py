@@ -161,7 +161,7 @@ def test_an_interrupted_listener_ends_in_peace(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(transfers, "listen", listen)
-    monkeypatch.setattr(cli.logging, "basicConfig", lambda **settings: None)
+    monkeypatch.setattr(cli, "log_to_stderr", lambda: None)
     assert cli.main(["doctor", "transport", "--listen", "127.0.0.1:0"]) == 0
     assert asked == [Task("source", "127.0.0.1", 0)]
 

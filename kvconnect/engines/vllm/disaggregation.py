@@ -35,7 +35,7 @@ from kvconnect.protocol.tickets import (
     parse_request,
 )
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport.security import Keys, read_key
+from kvconnect.transport.security import Keys, NoLocalKey, read_key
 from kvconnect.types import Endpoint, Span, TransferId
 
 if TYPE_CHECKING:
@@ -76,7 +76,12 @@ class DisaggregationScheduler:
         self.alone = False  # no other connector of this engine hands off; set by greet
         # A standing ticket names one engine's workers, but vLLM may route to another engine.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
-        keys = Keys(read_key(config.network), config.network.key_file)
+        try:
+            keys = Keys(read_key(config.network), config.network.key_file)
+        except NoLocalKey:
+            if transfer.kv_role != "kv_both":
+                raise
+            keys, self._sends, self._receives = Keys(), False, False  # the workers say why
         self.tickets = TicketIssuer(
             keys,
             -1 if alone else parallel.data_parallel_index,
@@ -233,7 +238,9 @@ class DisaggregationScheduler:
     def _open_lease(self, request: Request, asked: HandoffRequest, now: float) -> TransferId | None:
         if not self._sends:
             raise Refused(
-                "params", "this engine does not send: set kv_role to kv_producer or kv_both"
+                "params",
+                "this engine does not send: set kv_role to kv_producer or kv_both, or look "
+                "into its log for what it lacks",
             )
         if asked.wants_standing_ticket:
             self.tickets.request_standing_ticket(request.request_id, asked.rank)
@@ -252,7 +259,9 @@ class DisaggregationScheduler:
     def _open_receive(self, request: Request, asked: HandoffRequest) -> None:
         if not self._receives:
             raise Refused(
-                "params", "this engine does not receive: set kv_role to kv_consumer or kv_both"
+                "params",
+                "this engine does not receive: set kv_role to kv_consumer or kv_both, or "
+                "look into its log for what it lacks",
             )
         prompt = self._adapters.prompt_identity(request)
         admitted = self.tickets.admit(asked)

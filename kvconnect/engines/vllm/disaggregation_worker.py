@@ -18,6 +18,7 @@ from kvconnect.disaggregation.staging import make_memory
 from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.errors import Incompatible
 from kvconnect.protocol.messages import Hello
+from kvconnect.transport.security import NoLocalKey
 from kvconnect.types import Rank
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def make_handoffs(
 
     Raises:
         ConfigError: an address, key or certificate cannot be used.
-        Incompatible: the cache's pages cannot be described, and the role is only for hand-offs.
+        NoLocalKey, Incompatible: there is no key, or the cache's pages cannot be described, and the
+            role is only for hand-offs.
     """
     transfer = vllm_config.kv_transfer_config
     sends = transfer.is_kv_producer and config.network.listen != "off"
@@ -57,7 +59,13 @@ def make_handoffs(
     memory = make_memory(area, config.deadline_s)
     found = WorkerCache(hello, pages, memory, area.device)
     traced = translate.is_traced(vllm_config)
-    return start_agent(config, found, address, config.deadline_s, traced=traced)
+    try:
+        return start_agent(config, found, address, config.deadline_s, traced=traced)
+    except NoLocalKey as error:
+        if transfer.kv_role != "kv_both":
+            raise
+        logger.warning("blocks can be offloaded but not handed off: %s", error)
+        return None
 
 
 def _address(vllm_config: VllmConfig, config: Config) -> tuple[str, int]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvconnect.errors import ConfigError
 from kvconnect.extras import what_to_install
+from kvconnect.terminal import say
 
 
 def add_command(commands: Any) -> None:
@@ -43,5 +43,5 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(f"{error.value}: {error.fix}")
     except OSError as error:
         parser.error(f"{arguments.output}: name a writable file: {error}")
-    sys.stdout.write(f"{arguments.output}\n")
+    say(arguments.output)
     return 0

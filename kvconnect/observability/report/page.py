@@ -23,6 +23,7 @@ from kvconnect.observability.report.runs import (
     compare,
     largest_changes,
 )
+from kvconnect.terminal import plain
 
 
 def html(runs: Sequence[RecordedRun]) -> str:
@@ -145,5 +146,5 @@ def _svg(figure: Figure, axes: Axes, title: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    plain = "".join(letter if letter.isprintable() else "?" for letter in text)
-    return plain if len(plain) <= _LONGEST_NAME else f"{plain[: _LONGEST_NAME - 1]}…"
+    name = plain(text)
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

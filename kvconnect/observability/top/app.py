@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import json
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -86,7 +87,7 @@ def frames(options: TopOptions) -> Iterator[Snapshot]:
 
 def _shown_as(options: TopOptions, out: TextIO, stack: contextlib.ExitStack) -> Show:
     if options.json:
-        return lambda frame: _write(out, msgspec.json.encode(frame).decode())
+        return lambda frame: _write(out, json.dumps(msgspec.to_builtins(frame)))
     console = Console(file=out)
     if options.once or not console.is_terminal:
         return lambda frame: console.print(screen.draw(frame))

@@ -22,6 +22,7 @@ from kvconnect.observability.metrics.rates import (
     Snapshot,
     TierUse,
 )
+from kvconnect.terminal import plain
 
 _MOST_PHASES = 8
 _MOST_PEERS = 10
@@ -102,7 +103,7 @@ def _peers(one: EndpointFrame) -> Table:
     columns = ("", "rate", "wire speed", "total", "failures")
     rows = (
         (
-            plain(each.peer),
+            each.peer,
             speed(each.bytes_per_s),
             speed(each.copy_bytes_per_s),
             size(each.bytes_total),
@@ -125,7 +126,7 @@ def _ledger(ledger: LedgerCounts) -> Table:
 def _phases(one: EndpointFrame) -> Table:
     rows = (
         (
-            plain(each.name),
+            each.name,
             duration(each.mean_s),
             f"<= {duration(each.p99_s)}" if each.p99_s else "longer",
             count(each.per_s),
@@ -137,8 +138,7 @@ def _phases(one: EndpointFrame) -> Table:
 
 def _failures(one: EndpointFrame) -> Table:
     rows = (
-        (f"{each.name} {plain(each.label)}", count(each.per_s), count(each.total))
-        for each in one.failures
+        (f"{each.name} {each.label}", count(each.per_s), count(each.total)) for each in one.failures
     )
     return _table("failures", ("", "per s", "total"), rows)
 
@@ -148,7 +148,7 @@ def _router(router: Router) -> list[Table]:
     rows += [(f"{name}/s", count(rate)) for name, rate in (router.requests_per_s or {}).items()]
     rows += [(f"imbalance {role}", f"{value:.2f}") for role, value in router.imbalance.items()]
     engines = (
-        (each.role, plain(each.url), "up" if each.up else "DOWN", count(each.in_flight),
+        (each.role, each.url, "up" if each.up else "DOWN", count(each.in_flight),
          count(each.tokens))
         for each in router.upstreams
     )  # fmt: skip
@@ -169,13 +169,8 @@ def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         style = "bold red" if "DOWN" in row else ""
-        table.add_row(*(Text(cell) for cell in row), style=style)
+        table.add_row(*(Text(plain(cell)) for cell in row), style=style)
     return table
-
-
-def plain(text: str) -> str:
-    """Return text with ``?`` in place of control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def size(nbytes: float | None) -> str:

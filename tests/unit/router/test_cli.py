@@ -37,7 +37,7 @@ def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> RouterOptions:
     calls: list[Any] = []
     app = type("App", (), {"serve": staticmethod(lambda *arguments: calls.append(arguments))})
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: app)
-    monkeypatch.setattr(cli.logging, "basicConfig", lambda **settings: None)
+    monkeypatch.setattr(cli, "log_to_stderr", lambda: None)
     assert cli.main(argv) == 0
     ((options,),) = calls
     assert isinstance(options, RouterOptions)

@@ -18,7 +18,15 @@ from kvconnect.protocol.tickets import Ticket, issue, verify
 from kvconnect.testing.transport import Side
 from kvconnect.transport import Security, security
 from kvconnect.transport.base import PeerDown, PeerUp
-from kvconnect.transport.security import ALSO, Changes, Keys, read_key, read_key_file, tls_files
+from kvconnect.transport.security import (
+    ALSO,
+    Changes,
+    Keys,
+    NoLocalKey,
+    read_key,
+    read_key_file,
+    tls_files,
+)
 from kvconnect.transport.tcp import listener
 from kvconnect.types import Endpoint
 from tests.links import make_certificates, result, side
@@ -183,6 +191,44 @@ def test_this_user_s_own_key(spoil: str, tmp_path: Path, monkeypatch: pytest.Mon
         return
     with pytest.raises(ConfigError, match="remove it, and a new one is made"):
         read_key(NetworkConfig())
+
+
+def test_the_key_follows_the_standard_s_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, cache, home = (tmp_path / name for name in ("runtime", "cache", "home"))
+    for variable, folder in (("XDG_RUNTIME_DIR", runtime), ("XDG_CACHE_HOME", cache)):
+        monkeypatch.setenv(variable, str(folder))
+    monkeypatch.setenv("HOME", str(home))
+    for unset, folder in (
+        ("XDG_RUNTIME_DIR", runtime),
+        ("XDG_CACHE_HOME", cache),
+        ("HOME", home / ".cache"),
+    ):
+        key = read_key(NetworkConfig())
+        assert (folder / "kvconnect" / "handoff.key").read_bytes() == key
+        monkeypatch.delenv(unset)
+
+
+@pytest.mark.parametrize("home", ["not writable", "none"])
+def test_without_a_place_for_its_key_a_user_is_told_to_name_one(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    if home == "none":
+
+        def nobody(user: int) -> None:
+            raise KeyError(f"getpwuid(): uid not found: {user}")
+
+        monkeypatch.delenv("HOME", raising=False)
+        monkeypatch.setattr("pwd.getpwuid", nobody)
+    else:
+        monkeypatch.setenv("HOME", "/proc/1")
+    with pytest.raises(NoLocalKey, match=r"key_file.*set it") as refused:
+        read_key(NetworkConfig())
+    assert refused.value.field == "key_file"
+    assert read_key(NetworkConfig(peers=("10.0.0.0/8",))) == b""  # control: needs none
 
 
 def test_a_tls_key_that_others_may_write_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""Text of others reaches a terminal without control characters, whatever command shows it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from kvconnect import cli
+from kvconnect.doctor import Finding, FindingsReport
+from kvconnect.terminal import PlainFormatter, plain, plain_lines, say
+
+HOSTILE = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\x7f"
+ADMIN_TOKEN = "0123456789abcdef"
+
+
+def is_harmless(text: str) -> bool:
+    return all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def series(text: str) -> str:
+    """Metrics of an engine and a router whose every label is hostile."""
+    name = (
+        json.dumps(text, ensure_ascii=False).replace("\\u001b", "\x1b").replace("\\u0007", "\x07")
+    )
+    rows = [
+        ("vllm:kvconnect_transfer_bytes_total", "transfer_type"),
+        ("vllm:kvconnect_hit_tokens_total", "tier"),
+        ("vllm:kvconnect_tier_bytes_used", "tier"),
+        ("vllm:kvconnect_held_blocks", "owner"),
+        ("vllm:kvconnect_handoff_peer_bytes_total", "peer"),
+    ]
+    return "".join(f"{metric}{{{label}={name}}} 5\n" for metric, label in rows)
+
+
+def router_series(text: str) -> str:
+    name = (
+        json.dumps(text, ensure_ascii=False).replace("\\u001b", "\x1b").replace("\\u0007", "\x07")
+    )
+    return (
+        f'kvconnect_router_requests_total{{mode="push",reason="default",outcome={name}}} 5\n'
+        f"kvconnect_router_imbalance{{role={name}}} 5\n"
+        f"kvconnect_router_upstream_up{{role={name},upstream={name}}} 1\n"
+        "kvconnect_router_queue 1\n"
+    )
+
+
+@contextmanager
+def answering(status: int, body: str) -> Iterator[str]:
+    """A server that answers everything so; yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_line_stays_a_line() -> None:
+    out = io.StringIO()
+    say(f"one {HOSTILE}", "two\nforged", to=out)
+    assert is_harmless(out.getvalue()) and out.getvalue().count("\n") == 2
+    assert plain("Zürich 東京 a b") == "Zürich 東京 a b"
+    assert plain_lines("a\n\tb\r") == "a\n?b?"
+    assert not is_harmless(HOSTILE)  # control
+
+
+@pytest.mark.parametrize(
+    "page", [series(HOSTILE), router_series(HOSTILE)], ids=["engine", "router"]
+)
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["screen", "json"])
+def test_top(
+    page: str, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    with answering(200, page) as url:
+        assert cli.main(["top", f"{url}/metrics", "--once", "--interval", "0.1", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "pwned" in out and is_harmless(out)
+
+
+@pytest.mark.parametrize("command", ["stats", "ls"])
+def test_names_of_folders(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (f"0{HOSTILE}", "0\nforged"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "LOCK").touch()
+    assert cli.main(["cache", command, str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert is_harmless(out) and (command == "ls" or "pwned" in out)
+    assert not any(line.startswith("forged") for line in out.splitlines())
+
+
+def test_what_a_server_answers_to_a_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(ADMIN_TOKEN)
+    engine = {"role": HOSTILE, "url": HOSTILE, "rank": 0, "error": HOSTILE}
+    for status, body in ((400, HOSTILE), (200, json.dumps({"engines": [engine]}))):
+        with answering(status, body) as url:
+            asked = ["cache", "stats", url, "--admin-token-file", str(token)]
+            asked += ["--model", "tiny", "--prompt", "a"]
+            try:
+                assert cli.main(asked) == 1
+            except SystemExit:
+                assert status == 400
+        shown = capsys.readouterr()
+        assert "pwned" in shown.out + shown.err
+        assert is_harmless(shown.out + shown.err)
+
+
+def test_findings_of_the_doctor() -> None:
+    finding = Finding(HOSTILE, "fail", f"{HOSTILE}\nok    forged", HOSTILE)
+    text = FindingsReport((finding,), "good", "bad").text()
+    assert is_harmless(text) and len(text.splitlines()) == 2
+
+
+def test_logs_of_commands() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "said: %s", (HOSTILE,), None)
+    assert is_harmless(PlainFormatter("%(message)s").format(record))
+    assert not is_harmless(logging.Formatter("%(message)s").format(record))  # control
