@@ -157,6 +157,29 @@ def test_blocks_that_ranks_share_out_do_not_leave_the_engine(
             checked_settings(config)
 
 
+TIERS = {"disk": {"path": "/tmp/kv", "capacity": "1GiB"}, "cache_peers": {"ask": ["127.0.0.1:1"]}}
+
+
+@pytest.mark.parametrize("experts", [True, False])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0"])
+def test_vllm_0_32_returns_no_routed_experts_and_0_33_none_from_tiers(
+    version: str, experts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.32 raises an error in the engine for each block that it has no experts of, and 0.33
+    computes such blocks."""
+    monkeypatch.setattr(vllm, "__version__", version)
+    config = engine_config(enable_return_routed_experts=experts)
+    config.kv_transfer_config.kv_connector_extra_config = TIERS
+    if experts and version.startswith("0.32"):
+        with pytest.raises(ConfigError) as refused:
+            checked_settings(config)
+        assert refused.value.field == "enable_return_routed_experts"
+        assert "\n" not in str(refused.value)
+        return
+    tiers = checked_settings(config).tiers
+    assert bool(tiers.disk or tiers.cache_peers) is not experts
+
+
 @pytest.mark.parametrize("device", ["xpu", "tpu", "hpu", "rocm"])
 def test_a_device_that_was_never_tried_is_refused(
     device: str, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from vllm.v1.request import RequestStatus
 from kvconnect.config import Config, parse_config
 from kvconnect.disaggregation.messages import ReceiveReport
 from kvconnect.engines.vllm import sleep, translate
-from kvconnect.engines.vllm.connector import KVConnect
+from kvconnect.engines.vllm.connector import IdleScheduler, KVConnect
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
@@ -868,3 +868,130 @@ def test_a_worker_knows_where_each_layer_ends() -> None:
     worker = make_worker()
     assert worker.tier.executor.sync.layers == {"layer0": (0, 1)}
     worker.close()
+
+
+@pytest.mark.parametrize("params", ["x", 7, ["x"], True, [], ""])
+@pytest.mark.parametrize("idle", [False, True])
+def test_params_that_are_no_object_are_dropped(params: Any, idle: bool) -> None:
+    """vLLM takes any value from ``vllm_xargs``, and calls ``get`` of it in the engine's loop."""
+    half = make_scheduler()
+    if idle:
+        half = IdleScheduler(engine_config(), cache_config(FULL, blocks=BLOCKS), Config())
+    request = make_request(65)
+    request.kv_transfer_params = params
+    half.add_request(request)
+    assert request.kv_transfer_params is None
+    assert counted(half, "ignored_cache_hints") == {"invalid": 1}
+    control = make_request(65)
+    control.request_id, control.kv_transfer_params = "r2", {"other": 1}
+    half.add_request(control)
+    assert control.kv_transfer_params == {"other": 1}
+
+
+class News:
+    """Counts who waits for it."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+    def clear(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("parallel", "waits"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2}, 1),
+        ({"pipeline_parallel_size": 4}, 0),
+        ({"data_parallel_size": 2}, 0),
+    ],
+)
+def test_a_step_without_tokens_waits_only_where_no_other_step_waits_for_it(
+    parallel: dict[str, int], waits: int
+) -> None:
+    worker = ConnectorWorker(engine_config(**parallel), cache_config(FULL, blocks=BLOCKS), Config())
+    news: Any = News()
+    worker._news = news
+    for idle in (False, True):  # a step that computes never waits
+        worker.begin_step(StepInstructions(idle=idle))
+        worker.collect()
+    assert len(news.waits) == waits
+
+
+class Prefills:
+    """What a cost model is told of steps: (tokens, seconds)."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float]] = []
+
+    def prefilled(self, tokens: int, seconds: float, context: float) -> None:
+        self.seen.append((tokens, round(seconds, 3)))
+
+
+def measured_steps(half: ConnectorScheduler) -> list[tuple[int, float]]:
+    """Have prompts computed in 0.1 s each, and steps without tokens beside them in 0.001 s. vLLM
+    passes on the reports of steps with tokens, and of others only if there are some."""
+    assert half.tiers is not None
+    tiers, prefills, worker, now = half.tiers, Prefills(), make_worker(), 0.0
+    tiers._cost = cast("Any", prefills)
+    for computed in (64, 0, 0, 32, 0, 0, 0, 1, 0, 16, 0, 48):
+        scheduled = output(computed, ([],))
+        if not computed:
+            scheduled.num_scheduled_tokens, scheduled.scheduled_new_reqs = {}, []
+        worker.begin_step(StepInstructions(timed=tiers.time_step(scheduled, now)))
+        worker.collect()
+        reports = worker.take_reports()
+        now += 0.1 if computed else 0.001
+        if computed or reports is not None:
+            tiers.step_ended(reports.timed if reports else 0, now)
+    worker.close()
+    return prefills.seen
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_the_cost_model_is_given_each_prompt_with_the_time_of_its_own_step(
+    numbered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: if every step is measured and reports are taken in turn, the times are of others."""
+    half = with_disk(tmp_path)
+    if not numbered:
+        assert half.tiers is not None
+        waiting: list[tuple[int, float]] = []
+        monkeypatch.setattr(
+            half.tiers,
+            "time_step",
+            lambda out, now: waiting.append((sum(out.num_scheduled_tokens.values()), now)) or 0,
+        )
+        monkeypatch.setattr(
+            half.tiers,
+            "step_ended",
+            lambda _, now: half.tiers._cost.prefilled(*_since(*waiting.pop(0), now), 0.0),
+        )
+    right = [(64, 0.1), (32, 0.1), (16, 0.1), (48, 0.1)]
+    assert (measured_steps(half) == right) is numbered
+
+
+def _since(tokens: int, began: float, now: float) -> tuple[int, float]:
+    return tokens, now - began
+
+
+def test_a_step_is_measured_only_where_its_own_report_comes(tmp_path: Path) -> None:
+    """Steps overlap, and a report may be lost. With several workers, each marks its report."""
+    half = with_disk(tmp_path)
+    assert half.tiers is not None
+    tiers, prefills = half.tiers, Prefills()
+    assert tiers.time_step(output(64, ([],)), 0.0) == 0  # nothing is measured without a cost model
+    tiers._cost = cast("Any", prefills)
+    first, second = (tiers.time_step(output(n, ([],)), at) for n, at in ((64, 0.0), (32, 0.1)))
+    both = StepReports(timed=first).aggregate(StepReports())
+    tiers.step_ended(both.timed, 0.5)
+    tiers.step_ended(second, 0.75)  # it began when the first one ended
+    assert prefills.seen == [(64, 0.5), (32, 0.25)]
+    lost, third = (tiers.time_step(output(n, ([],)), 1.0) for n in (16, 48))
+    tiers.step_ended(0, 1.0)
+    tiers.step_ended(third, 2.0)
+    assert lost and prefills.seen[2:] == [(48, 1.0)] and not tiers._steps

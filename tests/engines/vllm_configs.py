@@ -33,6 +33,7 @@ def engine_config(**changes: Any) -> Any:
     )
     device = SimpleNamespace(device_type=changes.pop("device_type", "cpu"))
     caching = changes.pop("enable_prefix_caching", True)
+    experts = changes.pop("enable_return_routed_experts", False)
     parallel = {
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -54,6 +55,7 @@ def engine_config(**changes: Any) -> Any:
         max_concurrent_batches=1,
         kv_events_config=None,
         speculative_config=None,
+        aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import vllm
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.v1.request import Request
 
+logger = logging.getLogger(__name__)
+
 
 def checked_settings(config: VllmConfig) -> Config:
     """Return KVConnect's settings after checking them, the engine and the model.
@@ -32,7 +35,7 @@ def checked_settings(config: VllmConfig) -> Config:
     with refusing(f"model {config.model_config.model}"):
         check_engine(config, settings.network.listen)
         _check_context_parallelism(config, settings)
-    return settings
+        return _without_tiers(settings) if _returns_experts(config) else settings
 
 
 def check_engine(config: VllmConfig, listen: str) -> None:
@@ -80,6 +83,27 @@ def _check_context_parallelism(config: VllmConfig, settings: Config) -> None:
     if ranks > 1 and (leaves or config.kv_transfer_config.kv_role != "kv_both"):
         fix = "its blocks cannot leave the engine: use 1, or kv_role kv_both with host memory only"
         raise ConfigError("decode_context_parallel_size", ranks, fix)
+
+
+def _returns_experts(config: VllmConfig) -> bool:
+    """Return whether requests are answered with the experts that computed their tokens. vLLM keeps
+    those of the device's blocks only. 0.33 drops a hit on any other block; 0.32 raises an error
+    that ends the engine."""
+    if not config.aux_output_config.enable_return_routed_experts:
+        return False
+    if vllm.__version__.startswith("0.32."):
+        fix = "vLLM 0.32 fails on every block that KVConnect brings: leave it out, or use vLLM 0.33"
+        raise ConfigError("enable_return_routed_experts", True, fix)
+    return True
+
+
+def _without_tiers(settings: Config) -> Config:
+    """Return settings without secondary tiers, whose blocks vLLM would not use."""
+    tiers = {"disk": {}, "remote": {}, "cache_peers": {}}
+    kept = settings.replace(**tiers)
+    if kept != settings:
+        logger.warning("disk, remote and cache_peers are ignored: vLLM returns routed experts")
+    return kept
 
 
 def why_idle(config: VllmConfig, cache: KVCacheConfig) -> str:

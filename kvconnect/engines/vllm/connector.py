@@ -37,6 +37,7 @@ from kvconnect.config import KVLayout, parse_config
 from kvconnect.engines.vllm import sleep, translate
 from kvconnect.engines.vllm.checks import checked_settings, why_idle
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
+from kvconnect.engines.vllm.hints import drop_invalid_params
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
@@ -308,6 +309,7 @@ class IdleScheduler(ConnectorScheduler):
 
     def add_request(self, request: Request) -> TransferId | None:
         """Ignore the request, also a hand-off that it asks for."""
+        drop_invalid_params(request, self.plan.stats)
         return None
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:

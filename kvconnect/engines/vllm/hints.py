@@ -15,11 +15,21 @@ from kvconnect.protocol.cache_hints import (
     read_hints,
 )
 from kvconnect.protocol.options import OPTIONS_KEY
+from kvconnect.stats import OffloadingConnectorStats
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 Hashes = Callable[["Request"], Sequence[Sequence[bytes]]]
+
+
+def drop_invalid_params(request: Request, stats: OffloadingConnectorStats) -> None:
+    """Remove a new request's ``kv_transfer_params`` if they are no object: clients can pass any
+    value in ``vllm_xargs``, and vLLM's scheduler expects an object."""
+    params: object = request.kv_transfer_params
+    if params is not None and not isinstance(params, dict):
+        request.kv_transfer_params = None
+        stats.count("ignored_cache_hints", label=IgnoredHint.INVALID.value)
 
 
 def add_hints(plan: OffloadPlan, request: Request, hashes: Hashes, now: float) -> None:

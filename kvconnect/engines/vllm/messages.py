@@ -38,7 +38,7 @@ class StepInstructions(KVConnectorMetadata):
 
     ``epoch`` identifies the engine's incarnation. ``idle``: the step computes nothing and only
     serves transfers. ``greet``: workers answer with their hellos, which vLLM itself passes on for
-    one connector only.
+    one connector only. ``timed``: number of the step if its time is measured; 0 otherwise.
     """
 
     offload: OffloadInstructions = field(default_factory=OffloadInstructions)
@@ -47,6 +47,7 @@ class StepInstructions(KVConnectorMetadata):
     epoch: int = 0
     idle: bool = False
     greet: bool = False
+    timed: int = 0
 
 
 @dataclass
@@ -59,6 +60,7 @@ class StepReports(KVConnectorWorkerMetadata):
         notices: what readers did with sent hand-offs.
         answers: jobs of the secondary tiers.
         hellos: answers to ``greet``, by (pipeline rank, tensor rank).
+        timed: ``timed`` of the step. vLLM passes on no report of some steps without tokens.
     """
 
     reports: list[JobReport] = field(default_factory=list)
@@ -66,6 +68,7 @@ class StepReports(KVConnectorWorkerMetadata):
     notices: list[TransferEvent] = field(default_factory=list)
     answers: list[TierAnswer] = field(default_factory=list)
     hellos: dict[tuple[int, int], WorkerHello] = field(default_factory=dict)
+    timed: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """Return the combined reports of both."""
@@ -76,4 +79,5 @@ class StepReports(KVConnectorWorkerMetadata):
             self.notices + other.notices,
             self.answers + other.answers,
             self.hellos | other.hellos,
+            max(self.timed, other.timed),
         )

@@ -18,7 +18,7 @@ from kvconnect.engines.vllm.checks import LiveRequests
 from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
-from kvconnect.engines.vllm.hints import add_hints
+from kvconnect.engines.vllm.hints import add_hints, drop_invalid_params
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.plans import (
     inside_step,
@@ -141,6 +141,7 @@ class ConnectorScheduler:
     def add_request(self, request: Request) -> TransferId | None:
         """Add a new request; return the transfer that other engines may ask for, if any."""
         self.device.wake()
+        drop_invalid_params(request, self.plan.stats)
         self._requests[request.request_id] = request
         if self._requests.may_reuse(request):
             self.plan.add_request(request.request_id)
@@ -238,7 +239,8 @@ class ConnectorScheduler:
         self.plan.load_mode.began(now, computes and not any(load.sync for load in offload.loads))
         step = StepInstructions(offload, disaggregation=self.handoff.take(now))
         if self.tiers is not None:
-            step.tiers = self.tiers.take(output, now)
+            step.tiers = self.tiers.take(now)
+            step.timed = self.tiers.time_step(output, now)
         for store in offload.stores:
             for part in store.parts:
                 self.device.hold_stored(part.block_ids)
@@ -273,6 +275,7 @@ class ConnectorScheduler:
                 self.tiers.settled(settled)
             self.events.settled(settled.stored, settled.dropped)
         if self.tiers is not None:
+            self.tiers.step_ended(reports.timed, now)
             for promoted in self.tiers.on_answers(reports.answers, now):
                 if (request := self._requests.get(promoted.req_id)) is not None:
                     self.events.promoted(request, self._hashes(request), promoted.blocks)

@@ -48,12 +48,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHARE = 0.25  # of host slots that write-backs may pin; prefetches may pin as many
-_STEPS = 8  # more than an engine ever has in flight
+_STEPS = 8  # measured at once; as many as engines have in flight
 
 
 class _Step(NamedTuple):
-    """Start of a step, its number of prompt tokens, and the mean number of tokens before each."""
+    """A step that computes prompt tokens: its number, its start, how many it computes, and the mean
+    number of tokens before each."""
 
+    number: int
     began: float
     tokens: int
     context: float
@@ -90,6 +92,7 @@ class TierScheduler:
         self._names = BlockNames(groups, adapters, shared_pages(config, groups))
         self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks being stored, by (group, hash)
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
+        self._timed = 0  # number of the last step in it
         self._ended = 0.0  # when the last step ended
         self._offers = Offers(host.index, peers.get("listen", "off") != "off")
         shared = (host.index, groups, host.stats)
@@ -175,10 +178,28 @@ class TierScheduler:
             self._removals.add(DroppedBlock(key, absent(index, it)) for it, key in keys.items())
         return self._writes
 
-    def take(self, output: SchedulerOutput, now: float) -> TierInstructions:
+    def time_step(self, output: SchedulerOutput, now: float) -> int:
+        """Begin to measure a step that computes prompt tokens. Return the number that its report
+        shall have; 0 if it is not measured."""
+        if self._cost is None:
+            return 0
+        tokens, context = _prompt_tokens(output)
+        if not tokens:
+            return 0
+        self._timed += 1
+        self._steps.append(_Step(self._timed, now, tokens, context))
+        return self._timed
+
+    def step_ended(self, number: int, now: float) -> None:
+        """Note the end of a step, which :meth:`time_step` has given a ``number``, or 0."""
+        while self._steps and self._steps[0].number <= number:
+            step = self._steps.popleft()
+            if self._cost is not None and step.number == number:
+                self._cost.prefilled(step.tokens, now - max(step.began, self._ended), step.context)
+        self._ended = now
+
+    def take(self, now: float) -> TierInstructions:
         """Return this step's instructions for the workers."""
-        if self._cost is not None:
-            self._steps.append(_Step(now, *_prompt_tokens(output)))
         work = self.plan.take(now)
         for job in work.write_backs:
             self._host.hints.writing(job.slots)
@@ -187,12 +208,7 @@ class TierScheduler:
         return work
 
     def on_answers(self, answers: Iterable[TierAnswer], now: float) -> list[Promoted]:
-        """Take the workers' answers at the end of a step, and measure the step. Return the blocks
-        that were prefetched into the host tier."""
-        if self._cost is not None and self._steps:
-            began, tokens, context = self._steps.popleft()
-            self._cost.prefilled(tokens, now - max(began, self._ended), context)
-        self._ended = now
+        """Take the workers' answers. Return the blocks that were prefetched into the host tier."""
         promoted = []
         for answer in answers:
             if isinstance(answer, RemovalAnswer):

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import memory, threads
@@ -34,6 +34,13 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 0.003  # for which a step that computes nothing waits for news; a new request waits too
 
 
+def _may_wait(parallel: ParallelConfig) -> bool:
+    """Return whether a step that computes nothing may wait for news. Beside others that compute, it
+    may not: pipelines fill up with such steps, and ranks of data parallelism step together."""
+    stages, ranks = parallel.pipeline_parallel_size, parallel.data_parallel_size
+    return bool(stages == 1 and ranks == 1)
+
+
 class ConnectorWorker:
     """Owned by the worker's main thread; copies and transfers run on threads of their own.
 
@@ -53,6 +60,7 @@ class ConnectorWorker:
         self._reports = StepReports()
         self._step = StepInstructions()  # the last one
         self._errors: set[int] = set()
+        self._idle_s = _IDLE_S if _may_wait(vllm_config.parallel_config) else 0.0
         self._news = threading.Event()  # the agent's or the secondary tiers' thread has something
         self._tier: HostTier | None = None
         self._tiers: TierWorker | None = None
@@ -186,6 +194,7 @@ class ConnectorWorker:
         """
         finished: set[str] = set()
         failed: set[str] = set()
+        self._reports.timed = self._step.timed
         cache = self._kv_cache_config
         waited = self._tier.executor.sync.finish() if self._tier else 0.0
         if waited and self._vllm_config.parallel_config.rank == 0:
@@ -198,8 +207,8 @@ class ConnectorWorker:
                 _add_failures(cache, done.job.req_id, done.report, self._errors, failed)
                 if not done.job.sync:
                     finished.add(done.job.req_id)
-        if self._step.idle:
-            self._news.wait(_IDLE_S)
+        if self._step.idle and self._idle_s:
+            self._news.wait(self._idle_s)
         self._news.clear()
         if self._agent is not None:  # its poll clears the news, so that of the tiers comes after it
             arrived, notices = self._agent.poll(ends_step=True)
