@@ -120,6 +120,15 @@ class OffloadPlan:
         )
         request.set_due(self.groups)
 
+    def _start_over(self, req_id: str) -> None:
+        """A request's load failed: what it computes again is stored again, unless a reset has made
+        the KV before it stale."""
+        stops = self._requests[req_id].stops
+        self._requests[req_id].load_failed = True
+        self.add_request(req_id)
+        self._requests[req_id].stops = stops
+        self._requests[req_id].set_due(self.groups)
+
     def finish_request(self, req_id: str, hashes: Hashes) -> None:
         """The request is over. Its jobs, if any, end on their own."""
         request = self._requests.pop(req_id, None)
@@ -224,8 +233,7 @@ class OffloadPlan:
         if job.cause is None:
             self.load_mode.loaded(sum(len(part.slots) for part in job.parts), job.seconds)
         elif job.req_id in self._requests:
-            self._requests[job.req_id].load_failed = True
-            self.add_request(job.req_id)  # what it computes again is stored again
+            self._start_over(job.req_id)
         return settled
 
     def reset(self) -> list[int]:

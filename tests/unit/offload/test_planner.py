@@ -252,6 +252,28 @@ def test_use_by_a_load_or_a_store_keeps_a_prompt() -> None:
         assert plan.take_removed() == [] and counted(plan, "evicted_blocks") == {"host": 2}
 
 
+@pytest.mark.parametrize("resets", [True, False])
+def test_after_a_reset_a_request_whose_load_fails_stores_nothing(resets: bool) -> None:
+    """What it computes again rests on blocks of the load that came before the reset. Control:
+    without a reset, it is stored."""
+    plan, hashes = make_plan(), prompt("a", 3)
+    store(plan, "r1", hashes)
+    plan.add_request("r2")
+    assert plan.match("r2", [hashes], 0, 12) == 12
+    job = load(plan, "r2", hashes, 12)
+    if resets:
+        plan.reset()
+    else:
+        plan.index.remove(plan.index.ready_slots(0, hashes))
+    bad = FailedBlock(0, 52, job.parts[0].slots[2], FailureCause.COPY)
+    plan.on_report(JobReport(job.job, (bad,)), 1.0)
+    tables = [list(range(50, 53))]
+    assert bool(plan.due([("r2", 12)])) is not resets
+    assert bool(plan.plan_store("r2", 12, [hashes], tables)) is not resets
+    plan.add_request("r2")  # it is admitted anew, and computed from its first token on
+    assert bool(plan.plan_store("r2", 12, [hashes], tables)) is resets
+
+
 @pytest.mark.parametrize("cause", list(FailureCause))
 def test_a_request_whose_load_failed_gets_nothing_from_then_on(cause: FailureCause) -> None:
     plan, hashes = make_plan(), prompt("a", 3)
