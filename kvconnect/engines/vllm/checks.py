@@ -99,8 +99,7 @@ def _returns_experts(config: VllmConfig) -> bool:
 
 def _without_tiers(settings: Config) -> Config:
     """Return settings without secondary tiers, whose blocks vLLM would not use."""
-    tiers = {"disk": {}, "remote": {}, "cache_peers": {}}
-    kept = settings.replace(**tiers)
+    kept = settings.replace(disk={}, remote={}, cache_peers={})
     if kept != settings:
         logger.warning("disk, remote and cache_peers are ignored: vLLM returns routed experts")
     return kept
