@@ -25,10 +25,12 @@ _LONGEST = PREFIX_BYTES + 1 + MAX_HASH_BYTES
 def tenant_of(salt: str) -> bytes:
     """Return the tenant id of a request's cache salt; all zeros for an empty salt.
 
-    The id does not reveal the salt, but a weak salt can be guessed from it.
+    The part before the first dot names the tenant, so that one tenant may have several salts. The
+    id does not reveal that part, but a weak one can be guessed from it.
     """
     if not salt:
         return bytes(TENANT_BYTES)
+    salt = salt.partition(".")[0] or salt
     # The salt comes from a client's JSON and may hold a lone surrogate, which is not valid UTF-8.
     text = salt.encode("utf-8", "surrogatepass")
     return blake2b(text, digest_size=TENANT_BYTES, person=b"kvconnect.tenant").digest()

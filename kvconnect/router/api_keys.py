@@ -11,18 +11,22 @@ SHORTEST_KEY = 16
 """Fewest characters of a key."""
 
 _KEY = re.compile(r"[!-~]*")  # what an HTTP header carries unchanged
+_PRIORITY = "priority"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class ApiKey(NamedTuple):
-    """One client: its key, and its name for the operator. Empty: it has none."""
+    """One client: its key, and its name for the operator. Empty: it has none. ``priority``: it may
+    set the priority of its requests."""
 
     key: str
     name: str = ""
+    priority: bool = False
 
 
 def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
-    """Return the keys in a file's text: ``KEY`` or ``NAME KEY`` a line, and comments after ``#``.
+    """Return the keys in a file's text: ``KEY``, ``NAME KEY`` or ``NAME KEY priority`` a line, and
+    comments after ``#``.
 
     Raises:
         ConfigError: a line is something else, or a key or name stands twice. The line is named by
@@ -35,7 +39,8 @@ def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
             continue
         if wrong := _wrong(words, found):
             raise ConfigError(field, path, f"line {number}: {wrong}")
-        found.append(ApiKey(words[-1], words[0] if len(words) > 1 else ""))
+        name, key, *permissions = words if len(words) > 1 else ("", *words)
+        found.append(ApiKey(key, name, bool(permissions)))
     if not found:
         raise ConfigError(field, path, "put a key in it, or several, one a line")
     return tuple(found)
@@ -43,15 +48,18 @@ def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
 
 def _wrong(words: list[str], before: list[ApiKey]) -> str:
     """Return what is wrong with a line, empty if nothing."""
-    *names, key = words
-    if len(names) > 1 or key.startswith("#"):
-        return "write KEY or NAME KEY, and comments on lines of their own that begin with #"
+    name, key, *permissions = words if len(words) > 1 else ("", *words)
+    if permissions not in ([], [_PRIORITY]) or key.startswith("#"):
+        return (
+            "write KEY, NAME KEY or NAME KEY priority, and comments on lines of their own that "
+            "begin with #"
+        )
     if len(key) < SHORTEST_KEY:
         return f"use a key of {SHORTEST_KEY} characters or more: openssl rand -hex 32"
     if not _KEY.fullmatch(key):
         return "use a key of printable ASCII characters"
-    if names and not _NAME.fullmatch(names[0]):
+    if name and not _NAME.fullmatch(name):
         return "use a name of at most 64 letters, digits, dots, hyphens and underscores"
-    if any(each.key == key or names == [each.name] for each in before):
+    if any(each.key == key or (name and each.name == name) for each in before):
         return "its key or name stands on a line before it"
     return ""

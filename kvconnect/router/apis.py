@@ -9,6 +9,7 @@ from kvconnect.protocol.options import RECEIPT
 from kvconnect.router.body import Body, Prompt
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.policy.loads import Engine
+from kvconnect.router.request_ids import RESPONSE_ID, RID
 
 _ALL = frozenset(Engine)
 _VLLM_ONLY = _ALL - {Engine.SGLANG}
@@ -26,6 +27,7 @@ class Api(NamedTuple):
         takes_token_ids: vLLM's decode engine takes the prompt's token ids with the ticket, and does
             not tokenize again.
         cached_details: SGLang says on request where the prompt's cached tokens were.
+        sglang_id: field with the request's id for SGLang; empty: it has none.
         method: HTTP method.
     """
 
@@ -37,6 +39,7 @@ class Api(NamedTuple):
     named_events: bool = False
     takes_token_ids: bool = False
     cached_details: bool = False
+    sglang_id: str = ""
     method: str = "POST"
 
     def streams_receipts(self, prompt: Prompt) -> bool:
@@ -59,14 +62,12 @@ class Api(NamedTuple):
 
 
 def _generates(path: str, **options: Any) -> Api:
-    return Api(path, decode_only=False, salted=True, **options)
+    return Api(path, decode_only=False, salted=True, **{"sglang_id": RID, **options})
 
 
 _RESPONSES = {"max_output_tokens": 1, "store": False}
-_POOLING = (
-    *("/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score"),
-    *("/rerank", "/v1/rerank", "/v2/rerank"),
-)
+_EMBEDDING = ("/v1/embeddings", "/classify")
+_POOLING = ("/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
 _OTHERS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 _GETS = ("/version", "/ping", "/load", "/v1/load")
 
@@ -74,10 +75,11 @@ COMPLETIONS = _generates("/v1/completions", cached_details=True)
 APIS: tuple[Api, ...] = (
     COMPLETIONS,
     _generates("/v1/chat/completions", takes_token_ids=True, cached_details=True),
-    _generates("/v1/responses", one_token=_RESPONSES, named_events=True),
+    _generates("/v1/responses", one_token=_RESPONSES, named_events=True, sglang_id=RESPONSE_ID),
     # SGLang's /v1/messages takes no bootstrap room.
     _generates("/v1/messages", engines=_VLLM_ONLY, named_events=True),
     _generates(engine_bodies.SGLANG_GENERATE, engines=frozenset({Engine.SGLANG})),
+    *(Api(path, salted=True, sglang_id=RID) for path in _EMBEDDING),
     *(Api(path, salted=True) for path in _POOLING),
     *(Api(path) for path in _OTHERS),
     *(Api(path, method="GET") for path in _GETS),

@@ -41,6 +41,7 @@ from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.loads import Role
 from kvconnect.router.policy.prefixes import Caches
+from kvconnect.router.retries import Retries
 from kvconnect.router.supervisor import Supervisor
 from kvconnect.router.tracing import RouterSpans
 
@@ -56,7 +57,7 @@ UNREAD_S = 60.0  # a connection is closed when the client reads nothing for this
 SERVER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "handler_cancellation": True}
 """Server options: bodies are not decompressed; a client's disconnect cancels its handler."""
 
-_TENANT = "kvconnect.tenant"
+_TENANT = web.RequestKey("tenant", Tenant)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -104,6 +105,7 @@ class RouterHandlers:
             RouterSpans(),
             DrainingPrefills(Supervisor(self._metrics.count)),
             self._membership.receipts,
+            Retries(),
         )
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
@@ -134,7 +136,7 @@ class RouterHandlers:
         """Return the handler of an API path that engines serve."""
 
         async def serve(request: web.Request) -> web.StreamResponse:
-            tenant: Tenant = request[_TENANT]
+            tenant = request[_TENANT]
             return await Exchange(self._services, request, api, tenant, next(self._turns)).serve()
 
         return serve
@@ -232,7 +234,8 @@ def _authenticate(tenants: Tenants) -> Middleware:
         tenant = tenants.find(named, request.remote or "")
         if tenant is None and request.path not in _PUBLIC_PATHS:
             return error_response(401, "send the header Authorization: Bearer <API key>")
-        request[_TENANT] = tenant
+        if tenant is not None:
+            request[_TENANT] = tenant
         return await handler(request)
 
     return known

@@ -33,7 +33,8 @@ _MOST_UNITS = 8192  # limit of chunks of a prefix
 _MOST_NAME = 4096  # bytes of a model or session name; a longer one is replaced by its digest
 
 _PARAMS = ("kv_transfer_params", "ec_transfer_params")
-_EXTRA = "vllm_xargs"  # vLLM's connector also finds _PARAMS in it
+_EXTRA = "vllm_xargs"  # what vLLM's connectors and engine also find in it:
+_EXTRAS = (*_PARAMS, "kv_hints")
 _ROUTERS_OWN = (
     *_PARAMS,
     *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),
@@ -232,7 +233,7 @@ class _Count:
 def _without_transfers(extra: Raw) -> object:
     if bytes(memoryview(extra)[:1]) != b"{":  # left to the engine
         return extra
-    return {name: value for name, value in _fields(extra).items() if name not in _PARAMS}
+    return {name: value for name, value in _fields(extra).items() if name not in _EXTRAS}
 
 
 def _bytes(body: Body, key: str) -> bytes:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -22,14 +22,16 @@ from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.apis import Api
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
+from kvconnect.router.handoff_bodies import bodies, mooncake_ticket
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency, Tenant
 from kvconnect.router.http.client_side import ParsedRequest, Reply, RequestReader
+from kvconnect.router.http.logprobs import wants_prompt_logprobs, with_prompt_logprobs
 from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.http.receipts import OwedReceipts, ReceiptStream
+from kvconnect.router.http.renamed import RenamedStream
 from kvconnect.router.http.upstream_request import (
     DrainingPrefills,
-    EngineRequest,
     EngineResponse,
     Overhead,
     Rejected,
@@ -38,6 +40,7 @@ from kvconnect.router.http.upstream_request import (
 )
 from kvconnect.router.metrics import RequestOutcome, RouterMetrics
 from kvconnect.router.options import RouterOptions
+from kvconnect.router.outgoing import OutgoingRequest
 from kvconnect.router.policy.choice import (
     FailedTargets,
     Mode,
@@ -49,14 +52,18 @@ from kvconnect.router.policy.choice import (
     choose,
     explain_no_choice,
 )
-from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.policy.loads import Role
 from kvconnect.router.policy.prefixes import Caches
+from kvconnect.router.retries import REFUSED_S, Retries, Withheld, digest_of
 from kvconnect.router.tracing import RouterSpans
 
 logger = logging.getLogger(__name__)
 
-_FORWARDED = ("X-Request-Id", "Authorization", "traceparent", "tracestate")
 _SESSION = "X-Session-Id"
+_DEADLY = (
+    "two engines crashed within a minute while they worked on this request: it is refused for "
+    f"{REFUSED_S / 60:.0f} minutes"
+)
 _NO_PATH = (404, 405)  # status of an engine that does not serve the path
 
 
@@ -75,6 +82,14 @@ class Services(NamedTuple):
     spans: RouterSpans
     draining_prefills: DrainingPrefills
     receipts: Mapping[Upstream, OwedReceipts]
+    retries: Retries
+
+
+class _Prefilled(NamedTuple):
+    """A prefill engine's whole response, and the ticket in it."""
+
+    answer: bytes = b""
+    ticket: dict[str, Any] | None = None
 
 
 class _Attempt(NamedTuple):
@@ -83,7 +98,7 @@ class _Attempt(NamedTuple):
 
     request: UpstreamRequest
     first: bytes
-    passing: Reply | ReceiptStream
+    passing: Reply | ReceiptStream | RenamedStream
 
 
 class Exchange:
@@ -96,13 +111,16 @@ class Exchange:
         self._request = request
         self._api = api
         self._tenant = tenant
-        hits = services.options.listening.hit_headers
-        self._reply = Reply(request, named_events=api.named_events, show_hits=hits)
+        listening = services.options.listening
+        named_events, hits = api.named_events, listening.hit_headers
+        self._reply = Reply(request, named_events=named_events, show_hits=hits)
         self._spans = services.spans.of(request)
         self._turn = turn  # number of the request; each retry adds one
         self._received_at = time.monotonic()
         self._hints: dict[str, float] = {}  # for engines, on the prompt's blocks
         self._streams_receipt = False  # the answer is a stream that can have a receipt
+        dropped = partial(services.metrics.count, "dropped_fields")
+        self._outgoing = OutgoingRequest(request, api, tenant, listening, dropped)
         self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
 
     async def serve(self) -> web.StreamResponse:
@@ -129,7 +147,11 @@ class Exchange:
     async def _answer(self) -> web.StreamResponse:
         try:
             client, services = self._tenant.name, self._services
-            with services.in_flight.enter(client), services.bodies.allocation(client) as allocation:
+            with (
+                services.in_flight.enter(client),
+                services.retries.opened(),
+                services.bodies.allocation(client) as allocation,
+            ):
                 asked = await services.intake.read(
                     self._request, self._api, self._tenant, allocation
                 )
@@ -157,6 +179,19 @@ class Exchange:
             return self._reply.error(502, str(error))
 
     async def _attempts(self, asked: ParsedRequest) -> web.StreamResponse:
+        digest = partial(digest_of, self._api.path, asked.body)
+        if self._services.retries.refuses(digest, time.monotonic()):
+            self._outcome = RequestOutcome.FAILED
+            self._services.metrics.count("withheld_retries", Withheld.DEADLY.value)
+            return self._reply.error(502, _DEADLY)
+        retain_s = min(asked.prompt.retention_s, self._services.options.listening.retention_s)
+        self._hints = {CacheHint.RETAIN.value: retain_s} if retain_s else {}
+        self._streams_receipt = self._api.streams_receipts(asked.prompt)
+        return await self._try_pairs(asked, digest)
+
+    async def _try_pairs(
+        self, asked: ParsedRequest, digest: Callable[[], bytes]
+    ) -> web.StreamResponse:
         """Try pairs of engines until one answers.
 
         Raises:
@@ -164,43 +199,56 @@ class Exchange:
             Rejected: an engine rejects the request.
         """
         routing_request, failed_targets = self._routing_request(asked), FailedTargets()
-        body = asked.body
-        retain_s = min(asked.prompt.retention_s, self._services.options.listening.retention_s)
-        self._hints = {CacheHint.RETAIN.value: retain_s} if retain_s else {}
-        self._streams_receipt = self._api.streams_receipts(asked.prompt)
         failure: UpstreamFailed | Rejected | None = None
-        while True:
-            fleet_view = self._services.fleet.view()
-            choice = choose(fleet_view, routing_request, failed_targets, self._services.options)
-            self._spans.chosen(choice)
-            if choice is None:
-                if failure is not None:
-                    raise failure
-                self._outcome = RequestOutcome.FAILED
-                return self._reply.error(503, explain_no_choice(fleet_view, routing_request))
-            if isinstance(failure, UpstreamFailed):
-                self._services.metrics.retry(failure.role, failure.cause)
-            self._reply.choice = choice
-            self._services.metrics.chosen(choice)
-            self._services.caches.sent(choice.targets, asked.prefix)
-            try:
-                async with self._attempt(choice, body) as attempt:
-                    return await self._relay(attempt, choice.mode)
-            except Rejected as error:
-                elsewhere = self._api.decode_only and error.answer.status in _NO_PATH
-                if not (elsewhere and failed_targets.add_unserved(fleet_view, choice)):
-                    raise
-                failure = error
-            except UpstreamFailed as error:
-                logger.warning("attempt to %s failed: %s", choice.mode.value, error)
-                self._services.fleet.recheck(choice)
-                if not failed_targets.add(choice, error.role, error.cause):
-                    raise
-                failure = error
-                # SGLang accepts an id once, and may not have noticed the abort of its request yet.
-                body.pop(engine_bodies.REQUEST_ID, None)
-                keep = choice.decode.target.worker if error.role is Role.PREFILL else None
-                routing_request = routing_request._replace(turn=routing_request.turn + 1, keep=keep)
+        losses = 0
+        try:
+            while True:
+                fleet_view = self._services.fleet.view()
+                choice = choose(fleet_view, routing_request, failed_targets, self._services.options)
+                self._spans.chosen(choice)
+                if choice is None:
+                    if failure is not None:
+                        raise failure
+                    self._outcome = RequestOutcome.FAILED
+                    return self._reply.error(503, explain_no_choice(fleet_view, routing_request))
+                if isinstance(failure, UpstreamFailed):
+                    self._services.metrics.retry(failure.role, failure.cause)
+                self._reply.choice = choice
+                self._services.metrics.chosen(choice)
+                self._services.caches.sent(choice.targets, asked.prefix)
+                try:
+                    async with self._attempt(choice, asked.body) as attempt:
+                        return await self._relay(attempt, choice.mode, digest)
+                except Rejected as error:
+                    elsewhere = self._api.decode_only and error.answer.status in _NO_PATH
+                    if not (elsewhere and failed_targets.add_unserved(fleet_view, choice)):
+                        raise
+                    failure = error
+                except UpstreamFailed as error:
+                    logger.warning("attempt to %s failed: %s", choice.mode.value, error)
+                    self._services.fleet.recheck(choice)
+                    losses += error.cause == "lost"
+                    again = self._try_again(error, losses, digest)
+                    if not (again and failed_targets.add(choice, error.role, error.cause)):
+                        raise
+                    failure = error
+                    keep = choice.decode.target.worker if error.role is Role.PREFILL else None
+                    turn = routing_request.turn + 1
+                    routing_request = routing_request._replace(turn=turn, keep=keep)
+        finally:
+            failure = None  # its traceback holds this frame, and that the body
+
+    def _try_again(self, failed: UpstreamFailed, losses: int, digest: Callable[[], bytes]) -> bool:
+        """Note how an engine was lost; return whether the request may go to another one."""
+        if failed.cause != "lost":
+            return True
+        retries, now = self._services.retries, time.monotonic()
+        if failed.crashed:
+            retries.crashed(digest(), failed.crashed, now)
+        withheld = retries.again(losses, digest, now)
+        if withheld is not None:
+            self._services.metrics.count("withheld_retries", withheld.value)
+        return withheld is None
 
     def _routing_request(self, asked: ParsedRequest) -> RoutingRequest:
         services, prompt = self._services, asked.prompt
@@ -220,34 +268,34 @@ class Exchange:
         """
         overhead = Overhead()
         decode = self._services.fleet.get(Role.DECODE, choice.decode.target.worker)
-        prefill: asyncio.Task[Any] | None = None
+        body = self._outgoing.body(decode.worker.engine, body)
+        prefill: asyncio.Task[_Prefilled] | None = None
         async with AsyncExitStack() as ends:
+            merges = False
             if choice.prefill is not None:
-                prefill_engine = self._services.fleet.get(
-                    Role.PREFILL, choice.prefill.target.worker
-                )
-                one_token = self._api.one_token
-                asked, body = bodies(choice, choice.prefill, prefill_engine, body, one_token)
-                kind = prefill_engine.worker.engine
-                hints = {**self._hints, **choice.prefill.options}
-                asked = self._api.with_options(kind, asked, hints, receipt=False)
-                if choice.mode is Mode.PULL and self._api.takes_token_ids:
-                    asked = engine_bodies.token_ids_too(asked)
-                computed = self._prefill(prefill_engine, choice.prefill, asked, overhead)
+                engine = self._services.fleet.get(Role.PREFILL, choice.prefill.target.worker)
+                asked, body = self._prefill_body(choice, choice.prefill, engine, body)
                 if choice.mode is Mode.PULL:
                     with decode.awaited():
-                        ticket = await computed
+                        found = await self._prefill(engine, choice.prefill, asked, overhead)
                     overhead.answered()
                     rank = choice.prefill.target.rank
-                    pulled = _pulled(body, ticket or mooncake_ticket(prefill_engine, rank, asked))
-                    if pulled is body:
+                    ticket = found.ticket or mooncake_ticket(engine, rank, asked)
+                    if ticket is None:
                         plain = choice._replace(mode=Mode.PLAIN, reason=RoutingReason.NO_TICKET)
                         self._reply.choice = plain
-                    body = pulled
+                    else:
+                        body = engine_bodies.pull_body(body, ticket)
                 else:
+                    merges = choice.mode is Mode.BOOTSTRAP and wants_prompt_logprobs(
+                        self._api.path, body
+                    )
+                    computed = self._prefill(engine, choice.prefill, asked, overhead)
                     prefill = asyncio.create_task(computed)
                     ends.push_async_callback(self._end_prefill, prefill)
-            passing: Reply | ReceiptStream = self._reply
+            passing: Reply | ReceiptStream | RenamedStream = self._reply
+            if self._outgoing.client_ids is not None:
+                passing = RenamedStream(self._reply, self._outgoing.client_ids)
             receipt: bool | str = self._services.options.listening.receipts
             if self._streams_receipt and (owed := self._services.receipts.get(decode)):
                 awaited = ends.enter_context(owed.awaited())
@@ -259,6 +307,8 @@ class Exchange:
             )
             beginning = self._begin(upstream_request, body, overhead)
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
+            if merges and prefill is not None:
+                first = _with_logprobs(upstream_request, first, (await prefill).answer)
             self._services.metrics.added(choice.mode, overhead.seconds)
             yield _Attempt(upstream_request, first, passing)
 
@@ -271,40 +321,61 @@ class Exchange:
 
     async def _prefill(
         self, upstream: Upstream, chosen: TargetChoice, body: Mapping[str, Any], overhead: Overhead
-    ) -> dict[str, Any] | None:
-        """Have a prompt computed; return the ticket for its KV, None if the response has none."""
+    ) -> _Prefilled:
+        """Have a prompt computed; return the response, and the ticket for its KV in pull mode."""
         async with self._upstream_request(upstream, chosen) as upstream_request:
-            await upstream_request.open(self._engine_request(body, chosen), overhead.written)
+            await upstream_request.open(self._outgoing.request(body, chosen), overhead.written)
             if upstream_request.streams:
                 await upstream_request.first_event()
                 await upstream_request.read()
-                return None
+                return _Prefilled()
             answer = await upstream_request.read()
+            if self._services.caches.indexes:
+                self._services.metrics.hit(chosen.hit, engine_bodies.cached_tokens_of(answer))
+            if upstream.native:  # its answer may be a list, and has no ticket
+                return _Prefilled(answer)
             try:
-                if self._services.caches.indexes:
-                    self._services.metrics.hit(chosen.hit, engine_bodies.cached_tokens_of(answer))
-                return engine_bodies.ticket_of(answer)
+                return _Prefilled(answer, engine_bodies.ticket_of(answer))
             except Refused as error:
                 raise upstream_request.fail(str(error)) from error
+
+    def _prefill_body(
+        self,
+        choice: RoutingChoice,
+        chosen: TargetChoice,
+        engine: Upstream,
+        body: Mapping[str, Any],
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Return the bodies for prefill and decode, see :func:`bodies`."""
+        asked, body = bodies(choice, chosen, engine, body, self._api.one_token)
+        hints = {**self._hints, **chosen.options}
+        asked = self._api.with_options(engine.worker.engine, asked, hints, receipt=False)
+        if choice.mode is Mode.PULL and self._api.takes_token_ids:
+            asked = engine_bodies.token_ids_too(asked)
+        return asked, body
 
     async def _begin(
         self, upstream_request: UpstreamRequest, body: Mapping[str, Any], overhead: Overhead
     ) -> bytes:
         """Return the first bytes of decode's response; all of them if it is not a stream."""
         await upstream_request.open(
-            self._engine_request(body, upstream_request.target_choice), overhead.written
+            self._outgoing.request(body, upstream_request.target_choice), overhead.written
         )
         return await (
             upstream_request.first_event() if upstream_request.streams else upstream_request.read()
         )
 
-    async def _relay(self, attempt: _Attempt, mode: Mode) -> web.StreamResponse:
+    async def _relay(
+        self, attempt: _Attempt, mode: Mode, digest: Callable[[], bytes]
+    ) -> web.StreamResponse:
         """Pass the response on to the client."""
         upstream_request, first, passing = attempt
         if not upstream_request.streams:
             self._outcome = RequestOutcome.OK
             if self._services.options.listening.receipts:
                 self._spans.answered(first)
+            if self._outgoing.client_ids is not None:
+                first = self._outgoing.client_ids.shown(first)
             return self._reply.whole(EngineResponse(200, upstream_request.content_type, first))
         self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
         self._spans.first_byte()
@@ -315,22 +386,18 @@ class Exchange:
                 await passing.write(chunk)
             if isinstance(passing, ReceiptStream):
                 self._spans.receipt(await passing.end())
+            elif isinstance(passing, RenamedStream):
+                await passing.end()
             await stream.write_eof()
             self._outcome = RequestOutcome.OK
         except UpstreamFailed as error:
             self._outcome = RequestOutcome.BROKEN
+            if error.crashed:
+                self._services.retries.crashed(digest(), error.crashed, time.monotonic())
             await self._reply.break_off(str(error))
         except ConnectionError:  # the client disconnected
             logger.debug("a client of %s left", self._request.path)
         return stream
-
-    def _engine_request(self, body: Mapping[str, Any], chosen: TargetChoice) -> EngineRequest:
-        headers_in = self._request.headers
-        headers = {name: headers_in[name] for name in _FORWARDED if name in headers_in}
-        if chosen.target.rank is not None:
-            headers[engine_bodies.RANK_HEADER] = str(chosen.target.rank)
-        raw = engine_bodies.encoded(body) if self._api.method == "POST" else None
-        return EngineRequest(self._api.method, self._api.path, headers, raw)
 
     def _upstream_request(self, upstream: Upstream, chosen: TargetChoice) -> UpstreamRequest:
         span = self._spans.upstream_request(upstream, chosen)
@@ -339,49 +406,16 @@ class Exchange:
         )
 
 
-def bodies(
-    choice: RoutingChoice,
-    chosen: TargetChoice,
-    prefill: Upstream,
-    body: Mapping[str, Any],
-    one_token: Mapping[str, Any] = engine_bodies.ONE_TOKEN,
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the bodies for prefill and decode; in pull mode, decode's still lacks the ticket."""
-    if choice.mode is Mode.BOOTSTRAP:
-        worker, room = prefill.worker, secrets.randbelow(engine_bodies.ROOMS)
-        meeting = engine_bodies.BootstrapRoom(
-            worker.host, worker.bootstrap, room, chosen.target.rank
-        )
-        return (
-            engine_bodies.bootstrap_body(body, meeting, chosen.target.rank),
-            engine_bodies.bootstrap_body(body, meeting, choice.decode.target.rank),
-        )
-    transfer = secrets.token_hex(16)
-    asked = engine_bodies.prefill_body(body, transfer, one_token)
-    if choice.mode is Mode.PUSH:
-        return asked, engine_bodies.push_body(body, transfer, choice.standing_ticket)
-    return asked, body
-
-
-def mooncake_ticket(
-    prefill: Upstream, rank: int | None, asked: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Return the ticket of vLLM's MooncakeConnector, whose responses have none; else None."""
-    engine_id = prefill.info.engine_ids.get(rank or 0)
-    if prefill.worker.engine is not Engine.MOONCAKE or engine_id is None:
-        return None
-    return engine_bodies.mooncake_ticket(
-        engine_bodies.transfer_of(asked), engine_id, prefill.worker.bootstrap_url
-    )
-
-
 def _explained(answer: EngineResponse) -> EngineResponse:
     why = "the hand-off failed by push and by pull; the decode engine's log says why"
     return replace(answer, body=engine_bodies.explained(answer.status, answer.body, why))
 
 
-def _pulled(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return body if ticket is None else engine_bodies.pull_body(body, ticket)
+def _with_logprobs(request: UpstreamRequest, answer: bytes, prefilled: bytes) -> bytes:
+    try:
+        return with_prompt_logprobs(answer, prefilled)
+    except Refused as error:
+        raise request.fail(str(error)) from error
 
 
 async def _beginning(prefill: asyncio.Task[Any], decoding: Coroutine[Any, Any, bytes]) -> bytes:

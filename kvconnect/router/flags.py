@@ -6,6 +6,7 @@ import argparse
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.api_keys import ApiKey, parse_api_keys
+from kvconnect.router.fields import check_named
 from kvconnect.router.options import (
     AdminAccess,
     Intervals,
@@ -110,7 +111,9 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
         keys = parse_api_keys("api-key-file", path, read_secret_text("api-key-file", path))
     at = arguments.host, arguments.port, arguments.shared_port
     tenants = not arguments.shared_cache, arguments.hit_headers, arguments.receipts
-    return Listening(*at, cert, key, keys, *tenants, arguments.retention)
+    named = check_named(arguments.pass_field)
+    forwarded = arguments.forward_authorization
+    return Listening(*at, cert, key, keys, *tenants, arguments.retention, named, forwarded)
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +145,16 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--shared-port", action="store_true", help="other routers may listen at this port too")
     add("--tls-cert", default="", metavar="PATH", help="certificate chain, to serve HTTPS")
     add("--tls-key", default="", metavar="PATH", help="private key of the certificate")
-    add("--api-key-file", default="", metavar="PATH", help="clients' keys, KEY or NAME KEY a line")
+    add(
+        "--api-key-file",
+        default="",
+        metavar="PATH",
+        help="clients' keys, KEY or NAME KEY [priority] a line",
+    )
+    what = "fields of requests that reach engines although the router does not know them"
+    add("--pass-field", nargs="+", default=[], metavar="NAME", help=what)
+    what = "send the clients' Authorization header on to engines"
+    add("--forward-authorization", action="store_true", help=what)
     what = "clients with different keys may use each other's cached KV"
     add("--shared-cache", action="store_true", help=what)
     what = "tell clients how much of a prompt engines are expected to have cached"

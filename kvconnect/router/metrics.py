@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvconnect.observability.metrics.catalog import ROUTER_CATALOG
 from kvconnect.observability.metrics.model import RouterMetric
+from kvconnect.router.fields import DROPPED
 from kvconnect.router.fleet.upstreams import Upstream
 from kvconnect.router.policy.choice import (
     MODES,
@@ -25,6 +26,7 @@ from kvconnect.router.policy.choice import (
 )
 from kvconnect.router.policy.loads import Role, TargetLoad
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.retries import Withheld
 from kvconnect.router.supervisor import TaskKind
 
 
@@ -227,16 +229,17 @@ def _create_series(families: Mapping[str, Any]) -> None:
     for chosen in Mode:
         families["added_latency_seconds"].labels(chosen.value)
         families["ttft_seconds"].labels(chosen.value)
-    for which in ("expected", "found"):
-        families["hit_tokens"].labels(which)
-    closed: dict[str, type[Enum]] = {
+    closed: dict[str, Iterable[str]] = {
         "probes": ProbeOutcome,
         "refused_answers": InputKind,
         "task_failures": TaskKind,
+        "withheld_retries": Withheld,
+        "dropped_fields": DROPPED,
+        "hit_tokens": ("expected", "found"),
     }
     for name, values in closed.items():
         for value in values:
-            families[name].labels(value.value)
+            families[name].labels(value.value if isinstance(value, Enum) else value)
     for role in Role:
         families["imbalance"].labels(role.value).set(1)
         for why in RankingReason:

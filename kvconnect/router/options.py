@@ -166,6 +166,8 @@ class Listening:
         cert, key: paths of a TLS certificate chain and its key; empty: plain HTTP.
         api_keys: a client must send one of them; none: every client is served.
         isolate: clients with different keys share no cached KV.
+        pass_fields: fields of requests that reach engines although no list of the router has them.
+        forward_authorization: engines get the clients' ``Authorization`` header.
         hit_headers: response headers tell how much of a prompt is expected to be cached.
         receipts: engines are asked where the tokens of a prompt came from.
         retention_s: longest time for which clients may have the blocks of a prompt retained, in
@@ -182,6 +184,8 @@ class Listening:
     hit_headers: bool = False
     receipts: bool = False
     retention_s: float = 3600.0
+    pass_fields: frozenset[str] = frozenset()
+    forward_authorization: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.retention_s <= LONGEST_S:

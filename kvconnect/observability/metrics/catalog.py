@@ -347,6 +347,10 @@ ROUTER_CATALOG: tuple[RouterMetric, ...] = (
     RouterMetric("upstream_requests", "counter", "Requests to engines.", (*_ENGINE, "outcome")),
     RouterMetric("picks", "counter", "Engines picked for a request, by reason.", ("role", "why")),
     RouterMetric("retries", "counter", "Attempts after a failed one.", ("role", "cause")),
+    RouterMetric("withheld_retries", "counter",
+        "Requests that went to no further engine after one was lost.", ("reason",)),
+    RouterMetric("dropped_fields", "counter",
+        "Fields of clients' requests that were not sent on.", ("field",)),
     RouterMetric("probes", "counter", "Probes that moved KV between two engines.", ("outcome",)),
     RouterMetric("hit_tokens", "counter",
         "Prompt tokens expected and found in prefill engines' caches, "

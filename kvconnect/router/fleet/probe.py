@@ -14,10 +14,10 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from kvconnect.errors import KVConnectError, Refused
-from kvconnect.router.exchange import bodies, mooncake_ticket
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
+from kvconnect.router.handoff_bodies import bodies, mooncake_ticket
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.http1 import ConnectionLost, Exhausted, Unreachable, request_head
 from kvconnect.router.http.pool import ConnectionPool, within

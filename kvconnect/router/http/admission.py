@@ -208,7 +208,7 @@ class BodyMemory:
 
 # Tenants ------------------------------------------------------------------------------------------
 
-_PERSON = b"kvconnect salt"
+_PERSON, _ID_PERSON = b"kvconnect salt", b"kvconnect tenant"
 
 
 class Tenant(NamedTuple):
@@ -217,19 +217,27 @@ class Tenant(NamedTuple):
     Attributes:
         name: name or number of its key, or its address.
         secret: key of its cache salts; empty: its requests are not salted.
+        priority: it may set the priority of its requests.
     """
 
     name: str
     secret: bytes = b""
+    priority: bool = True
+
+    @property
+    def id(self) -> str:
+        """What its cache salts begin with: a client's shares are counted by it."""
+        return blake2b(key=self.secret, person=_ID_PERSON, digest_size=16).hexdigest()
 
     def salt(self, own: bytes) -> str:
         """Return the cache salt of its requests; ``own`` is the salt that the client sent.
 
         The salt depends on the API key alone: equal in all routers and after restarts, and secret
-        from everybody without the key.
+        from everybody without the key. A client's own salt separates its requests, and leaves them
+        the same tenant's: that is what stands before the dot.
         """
         made = blake2b(own, key=self.secret, person=_PERSON, digest_size=32)
-        return made.hexdigest()
+        return f"{self.id}.{made.hexdigest()}"
 
 
 class Tenants:
@@ -241,9 +249,11 @@ class Tenants:
     def __init__(self, keys: Sequence[ApiKey], *, isolate: bool) -> None:
         self._known = {
             f"Bearer {key}".encode(): Tenant(
-                name or f"key {number}", blake2b(key.encode()).digest() if isolate else b""
+                name or f"key {number}",
+                blake2b(key.encode()).digest() if isolate else b"",
+                priority,
             )
-            for number, (key, name) in enumerate(keys)
+            for number, (key, name, priority) in enumerate(keys)
         }
 
     def find(self, authorization: str, address: str) -> Tenant | None:

@@ -19,6 +19,7 @@ from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import BodyAllocation, Busy, Tenant
 from kvconnect.router.http.pool import within
 from kvconnect.router.http.upstream_request import EngineResponse
+from kvconnect.router.media import with_own_media
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.ranking import RankingReason
 
@@ -73,6 +74,8 @@ class RequestReader:
         if tenant.secret and api.salted:
             own = body.get(bodies.SALT)
             body[bodies.SALT] = tenant.salt(b"" if own is None else bytes(own))
+        if tenant.secret:
+            body = with_own_media(body, tenant.id)
         prefix = bodies.prefix_of(body) if self._prefix and not api.decode_only else None
         return ParsedRequest(body, bodies.prompt_of(body), prefix)
 

@@ -31,7 +31,6 @@ _EVENT_END = b"\n\n"
 _OPENING = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
 ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1}
 SGLANG_GENERATE = "/generate"  # path of SGLang's own completion API
-REQUEST_ID = "rid"  # field with a client's request id for SGLang
 RANK_HEADER = "X-data-parallel-rank"
 ROOMS = 2**63 - 2**20
 """Upper bound of rooms. SGLang takes the following numbers for a request's further prompts."""

@@ -34,7 +34,11 @@ class ConnectionLost(KVConnectError):
     """A connection broke, or the engine sent something that is not HTTP."""
 
 
-class ClosedEarly(ConnectionLost):
+class ClosedByEngine(ConnectionLost):
+    """The engine closed the connection, or its process ended."""
+
+
+class ClosedEarly(ClosedByEngine):
     """The engine closed the connection before any byte of the response."""
 
 
@@ -163,7 +167,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         if error is None and self._broken is None:  # the engine closed it
             self.response.cut_off()
-        kind = ConnectionLost if self.response.any_bytes else ClosedEarly
+        kind = ClosedByEngine if self.response.any_bytes else ClosedEarly
         self._broken = self._broken or kind(str(error or "closed the connection"))
         self._wake()
 

@@ -14,6 +14,7 @@ from kvconnect.errors import KVConnectError
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import Busy
 from kvconnect.router.http.http1 import (
+    ClosedByEngine,
     Connection,
     ConnectionLost,
     Exhausted,
@@ -56,15 +57,23 @@ class EngineRequest:
 
 
 class UpstreamFailed(KVConnectError):
-    """An engine could not be reached, was lost, or failed; ``answer`` is its response, if any."""
+    """An engine could not be reached, was lost, or failed; ``answer`` is its response, if any.
+    ``crashed``: URL of an engine that seems to have ended by itself, while it was up."""
 
     def __init__(
-        self, role: Role, cause: Cause, message: str, answer: EngineResponse | None = None
+        self,
+        role: Role,
+        cause: Cause,
+        message: str,
+        answer: EngineResponse | None = None,
+        *,
+        crashed: str = "",
     ) -> None:
         super().__init__(message)
         self.role = role
         self.cause = cause
         self.answer = answer
+        self.crashed = crashed
 
 
 class Rejected(KVConnectError):
@@ -245,14 +254,17 @@ class UpstreamRequest:
             raise Busy("the router cannot open more connections", 1) from error
         except Unreachable as error:
             self.upstream.mark(up=False)
-            raise self._unreachable("cannot be reached") from error
+            self._outcome = UpstreamOutcome.UNREACHABLE
+            what = f"{self._name} cannot be reached"
+            raise UpstreamFailed(self.upstream.role, "unreachable", what) from error
         except ConnectionLost as error:
+            # An engine that is drained or already down was told to end.
+            well = self.upstream.up and not self.upstream.draining
+            crashed = self.upstream.url if well and isinstance(error, ClosedByEngine) else ""
             self.upstream.suspect()
-            raise self._unreachable("was lost") from error
-
-    def _unreachable(self, what: str) -> UpstreamFailed:
-        self._outcome = UpstreamOutcome.UNREACHABLE
-        return UpstreamFailed(self.upstream.role, "unreachable", f"{self._name} {what}")
+            self._outcome = UpstreamOutcome.UNREACHABLE
+            what = f"{self._name} was lost"
+            raise UpstreamFailed(self.upstream.role, "lost", what, crashed=crashed) from error
 
 
 # Prefill requests that outlive the response they were for -----------------------------------------

@@ -27,7 +27,7 @@ from kvconnect.router.policy.ranking import (
     pick,
 )
 
-Cause = Literal["unreachable", "error"]
+Cause = Literal["unreachable", "lost", "error"]
 """Why a request to an engine failed: no connection or a broken one, or an error response."""
 SOURCE_MIN_TOKENS = 256
 """More tokens that a source must have than the chosen target: asking it takes a step of the engine,
@@ -141,7 +141,7 @@ class FailedTargets:
         A decode engine's error may come from its hand-off: one more is tried, after push by pull.
         The same error again, or without a hand-off, is final.
         """
-        if role is Role.DECODE and cause == "unreachable":
+        if role is Role.DECODE and cause in ("unreachable", "lost"):
             self.decode.add(choice.decode.target.worker)
             return True
         if choice.prefill is None:

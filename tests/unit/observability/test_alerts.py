@@ -173,6 +173,12 @@ CASES = (
         fires=30,
         ends=45,
     ),
+    Case(
+        "KVConnectRouterDeadlyRequest",
+        {'kvconnect_router_withheld_retries_total{reason="deadly"}': "0x9 3x60"},
+        fires=12,
+        ends=25,
+    ),
     Case("KVConnectRouterQueue", {"kvconnect_router_queue": "0x9 5x20 0x20"}, 25, 35),
 )
 

@@ -17,6 +17,7 @@ def parse(text: str) -> tuple[ApiKey, ...]:
 def test_each_line_is_a_key_or_a_name_and_a_key() -> None:
     text = f"# keys of team A, do not share\n\nalice {KEY}\r\n  # more: {KEY}\n\t{OTHER} \n"
     assert parse(text) == (ApiKey(KEY, "alice"), ApiKey(OTHER))
+    assert parse(f"alice {KEY} priority\n") == (ApiKey(KEY, "alice", priority=True),)
 
 
 @pytest.mark.parametrize(
@@ -26,9 +27,10 @@ def test_each_line_is_a_key_or_a_name_and_a_key() -> None:
         (OTHER[1:], "16 characters or more"),
         ("alice short", "16 characters or more"),
         (f"{KEY} alice", "16 characters or more"),  # the wrong way round
-        (f"alice {KEY} # hers", "write KEY or NAME KEY"),
-        (f"alice team-a {KEY}", "write KEY or NAME KEY"),
-        (f"{KEY} #hers-since-march-2026", "write KEY or NAME KEY"),
+        (f"alice {KEY} # hers", "write KEY, NAME KEY or NAME KEY priority"),
+        (f"alice team-a {KEY}", "write KEY, NAME KEY"),
+        (f"{KEY} #hers-since-march-2026", "write KEY, NAME KEY"),
+        (f"{KEY} priority", "16 characters or more"),
         (f"{KEY}\u00e9", "printable ASCII"),
         (f"{KEY}\x00", "printable ASCII"),
         (f"al:ice {KEY}", "use a name"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -98,7 +99,14 @@ async def test_sglangs_servers_meet_on_the_ranks_with_the_fewest_tokens(path: st
         (p,), (d,) = ps[0].asked, ds[1].asked
         room = p["bootstrap_room"]
         assert 0 <= room < 2**63
-        met = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9123, "bootstrap_room": room}
+        rid = p["rid"]
+        assert re.fullmatch("[0-9a-f]{32}", rid)
+        met = {
+            "rid": rid,
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": 9123,
+            "bootstrap_room": room,
+        }
         assert p == ASK | met | {"disagg_prefill_dp_rank": 1, "routed_dp_rank": 1}
         assert d == ASK | met | {"disagg_prefill_dp_rank": 1, "routed_dp_rank": 2}
         assert (headers["x-kvconnect-prefill"], headers["x-kvconnect-prefill-rank"]) == ("0", "1")
@@ -163,7 +171,7 @@ async def test_a_failed_prefill_of_sglang_is_retried_with_the_same_decode_server
 
 
 @on_loop
-async def test_a_retry_goes_without_the_clients_id() -> None:
+async def test_each_attempt_has_an_id_of_its_own() -> None:
     ps = [sglang(says(500, {}), [0]), sglang(decodes, [10])]
 
     async def once(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> Any:
@@ -177,8 +185,9 @@ async def test_a_retry_goes_without_the_clients_id() -> None:
         await engines_are_known(router)
         status, _, headers = await router.post(ASK | {"rid": "mine"})
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
-        assert [asked.get("rid") for asked in d.asked] == ["mine", None]
-        assert [asked.get("rid") for asked in ps[0].asked + ps[1].asked] == ["mine", None]
+        ids = [asked["rid"] for asked in d.asked]
+        assert ids == [asked["rid"] for asked in ps[0].asked + ps[1].asked]
+        assert len(set(ids)) == 2 and "mine" not in ids
 
 
 # vLLM -------------------------------------------------------------------------------------------

@@ -36,7 +36,10 @@ def test_corpora_are_large_and_found() -> None:
 
 def test_control_a_client_that_names_transfers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        fleet, "BEFORE", "from kvconnect.router import body; body._ROUTERS_OWN = ()"
+        fleet,
+        "BEFORE",
+        "from kvconnect.router import body, outgoing; body._ROUTERS_OWN = (); "
+        "outgoing.permitted = lambda engine, path, body, permissions: (body, ())",
     )
     told = b'{"model":"fake","prompt":"a","ec_transfer_params":{"host":"10.99.99.99"}}'
     monkeypatch.setattr(requests, "texts", lambda: iter([("/v1/completions", told)]))

@@ -266,7 +266,7 @@ async def test_a_silent_engine_is_gone_around() -> None:
     async with bench(ps, [d], handoff="pull", silence_s=0.2) as router:
         status, _, headers = await router.post(ASK)
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
-        assert await router.metric("retries_total", role="prefill", cause="unreachable") == 1
+        assert await router.metric("retries_total", role="prefill", cause="lost") == 1
         await until(lambda: ps[0].dropped == 1)
 
 

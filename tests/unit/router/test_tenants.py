@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 
 from kvconnect import memory
+from kvconnect.cache.keys import tenant_of
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.body import prefix_of, read_body
 from kvconnect.router.http.admission import BodyMemory, Busy, ClientConcurrency, Tenants
@@ -124,11 +126,15 @@ async def test_salts_follow_from_keys() -> None:
             return [body.get("cache_salt") for body in d.asked]
 
     p.asked.clear()
-    a, b = (key for key, _ in KEYS)
+    a, b = (key for key in (each.key for each in KEYS))
     asked = [(a, None), (a, None), (b, None), (a, "own"), (b, "own"), (a, "other"), (b, 7)]
     found = await salts(False, *asked)
     assert found[0] == found[1] and len(set(found)) == 6
-    assert all(len(salt) == 64 and salt.isalnum() for salt in found)  # vLLM takes 128, without @/\
+    # vLLM takes 128 characters, without @, / and \.
+    assert all(re.fullmatch(r"[0-9a-f]{32}\.[0-9a-f]{64}", salt) for salt in found)
+    tenants = [tenant_of(salt) for salt in found]
+    assert len(set(tenants)) == 2, "a client's own salts are the same tenant's"
+    assert tenants == [tenants[0 if key == a else 2] for key, _ in asked]
     p.asked.clear()
     assert await salts(False, *asked) == found, "after a restart, and in another router"
     p.asked.clear()
@@ -175,7 +181,7 @@ async def test_a_client_with_many_requests_does_not_hold_up_others() -> None:
     p, d = FakeEngine(prefills), FakeEngine(hangs)
     listening = Listening(api_keys=KEYS)
     async with bench([p], [d], listening=listening, client_concurrent=1) as router:
-        a, b = ({"Authorization": f"Bearer {key}"} for key, _ in KEYS)
+        a, b = ({"Authorization": f"Bearer {key}"} for key in (each.key for each in KEYS))
         first = asyncio.create_task(router.post(ASK, headers=a))
         await until(lambda: len(d.asked) == 1)
         status, body, headers = await router.post(ASK, headers=a)
@@ -339,7 +345,7 @@ async def test_sglang_is_asked_where_cached_tokens_were(receipts: bool) -> None:
             status, _, headers = await router.post(ASK)
             assert (status, headers["x-kvconnect-mode"]) == (200, "plain")
     asked = {"return_cached_tokens_details": True} if receipts else {}
-    assert sglang.asked == [ASK | asked]
+    assert [body | {"rid": ""} for body in sglang.asked] == [ASK | asked | {"rid": ""}]
     options = {"kv_transfer_params": {"kvconnect": {"receipt": True}}} if receipts else {}
     assert vllm.asked == [ASK | options]
 

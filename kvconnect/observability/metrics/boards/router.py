@@ -75,6 +75,17 @@ _REQUESTS = PanelRow(
             (Query(rate(router("retries_total"), "role, cause"), "{{role}}: {{cause}}"),),
         ),
         Panel(
+            "Requests that went to no further engine",
+            "reqps",
+            (Query(rate(router("withheld_retries_total"), "reason"), "{{reason}}"),),
+            about="deadly: two engines crashed during one request, which is refused for a while.",
+        ),
+        Panel(
+            "Fields of requests that were dropped",
+            "reqps",
+            (Query(rate(router("dropped_fields_total"), "field"), "{{field}}"),),
+        ),
+        Panel(
             "Requests to engines, by outcome",
             "reqps",
             (

@@ -1,0 +1,77 @@
+"""Log probabilities of prompts that SGLang handed over: only the prefill server has them. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from kvconnect.errors import Refused
+from kvconnect.router.body import Body
+from kvconnect.router.http.engine_bodies import SGLANG_GENERATE
+
+_META = "meta_info"
+_PROMPTS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+_FIRST = "output_token_ids_logprobs"  # prefill samples the first token
+_NULL = (b"", b"null", b"false", b"[]")
+_COMPLETIONS = "/v1/completions"
+_FIX = f"use {SGLANG_GENERATE} without stream, or an engine that computes its own prompts"
+
+
+def wants_prompt_logprobs(path: str, body: Body) -> bool:
+    """Return whether the prefill server's log probabilities belong into the answer.
+
+    Raises:
+        Refused: they do, and cannot be put into an answer of this form.
+    """
+    if path == _COMPLETIONS:
+        if _set(body, "echo") and _set(body, "logprobs"):
+            raise Refused("logprobs", f"with echo, a hand-off loses the prompt's: {_FIX}")
+        return False
+    if path != SGLANG_GENERATE or not _set(body, "return_logprob"):
+        return False
+    start = bytes(body.get("logprob_start_len", b"-1"))
+    if start in (b"-1", *_NULL) and not _set(body, "token_ids_logprob"):
+        return False
+    if _set(body, "stream"):
+        raise Refused("logprob_start_len", f"a hand-off streams no prompt logprobs: {_FIX}")
+    return True
+
+
+def with_prompt_logprobs(answer: bytes, prefilled: bytes) -> bytes:
+    """Return decode's answer with the log probabilities of the prompt in prefill's.
+
+    Raises:
+        Refused: an answer is not what SGLang answers.
+    """
+    try:
+        if answer[:1] == b"[":
+            pairs = zip(_items(answer), _items(prefilled), strict=True)
+            merged: Any = [_merged(mine, theirs) for mine, theirs in pairs]
+        else:
+            merged = _merged(Raw(answer), Raw(prefilled))
+        return msgspec.json.encode(merged)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Refused("answer", f"it has no log probabilities: {error}") from error
+
+
+def _items(answer: bytes) -> list[Raw]:
+    return msgspec.json.decode(answer, type=list[Raw])
+
+
+def _merged(answer: Raw, prefilled: Raw) -> dict[str, Any]:
+    fields = msgspec.json.decode(answer, type=dict[str, Raw])
+    meta: dict[str, Any] = msgspec.json.decode(fields[_META], type=dict[str, Raw])
+    theirs = msgspec.json.decode(prefilled, type=dict[str, Raw])
+    source = msgspec.json.decode(theirs[_META], type=dict[str, Raw])
+    meta |= {name: source[name] for name in _PROMPTS if bytes(source.get(name, b"")) not in _NULL}
+    if bytes(meta.get(_FIRST, b"")) not in _NULL and bytes(source.get(_FIRST, b"")) not in _NULL:
+        mine, first = _items(bytes(meta[_FIRST])), _items(bytes(source[_FIRST]))
+        if bytes(mine[0]) == b"null":
+            meta[_FIRST] = [first[0], *mine[1:]]
+    return {**fields, _META: meta}
+
+
+def _set(body: Body, name: str) -> bool:
+    return bytes(body.get(name, b"")) not in _NULL

@@ -1,0 +1,148 @@
+"""Which fields reach engines: every one that an engine knows has been decided about."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvconnect.errors import ConfigError, Refused
+from kvconnect.router.api_keys import ApiKey
+from kvconnect.router.body import read_body
+from kvconnect.router.fields import (
+    ANTHROPIC,
+    DECISIONS,
+    DROPPED,
+    OPENAI,
+    Permissions,
+    check_named,
+    permitted,
+)
+from kvconnect.router.options import Listening
+from kvconnect.router.policy.loads import Engine
+from scripts.engine_api.fields import VLLM_TYPES, read_text, request_fields
+from tests.fakes.engine import FakeEngine, bench, decodes, on_loop, prefills
+
+LAST = Path(__file__).resolve().parents[2] / "engine_api" / "vllm-0.33-fields.txt"
+KEYED = Permissions(listed_only=True, priority=False)
+SECOND = "sk-4a7f0c2be19d4e5f"
+
+
+def undecided(engine: Engine, known: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+    """Fields that an engine knows and no list has."""
+    found = {path: names - DECISIONS[engine].decided(path) for path, names in known.items()}
+    return {path: names for path, names in found.items() if names}
+
+
+def test_every_field_of_the_installed_vllm_is_decided() -> None:
+    vllm = pytest.importorskip("vllm")
+    known = request_fields(Path(vllm.__file__).parents[1], "vllm")
+    assert undecided(Engine.VLLM, known) == {}
+    # The sources were read as pydantic reads them.
+    for path, types in VLLM_TYPES.items():
+        models = (getattr(importlib.import_module(module), name) for module, name in types)
+        assert known[path] == {field for model in models for field in model.model_fields}
+
+
+def test_every_field_of_the_last_supported_vllm_is_decided() -> None:
+    known = read_text(LAST.read_text())
+    assert known.keys() == VLLM_TYPES.keys()
+    assert undecided(Engine.VLLM, known) == {}
+    # Control: a field that a version adds is found.
+    more = {**known, "/v1/completions": known["/v1/completions"] | {"kv_home"}}
+    assert undecided(Engine.VLLM, more) == {"/v1/completions": {"kv_home"}}
+
+
+def test_lists_have_no_fields_that_no_version_knows() -> None:
+    known = read_text(LAST.read_text())
+    clients = {*OPENAI.split(), *ANTHROPIC.split(), "max_chunks_per_doc", "return_documents"}
+    for path, names in known.items():
+        assert DECISIONS[Engine.VLLM].passed[path] - names <= clients, path
+
+
+def body_of(**fields: Any) -> dict[str, Any]:
+    return read_body(msgspec.json.encode(fields))
+
+
+def kept(engine: Engine, path: str, permissions: Permissions, **fields: Any) -> set[str]:
+    return set(permitted(engine, path, body_of(**fields), permissions).body)
+
+
+DANGEROUS = ("custom_labels", "kv_hints", "mm_hashes", "http_worker_ipc", "background", "no_logs")
+
+
+@pytest.mark.parametrize("permissions", [KEYED, Permissions()])
+def test_dangerous_fields_are_dropped_and_named(permissions: Permissions) -> None:
+    body = body_of(text="a", **dict.fromkeys(DANGEROUS, {"a": "b"}), rid="0", decode_tp_size=7)
+    found = permitted(Engine.SGLANG, "/generate", body, permissions)
+    assert found.body.keys() == {"text"}
+    assert set(found.dropped) == {*DANGEROUS} and set(found.dropped) <= set(DROPPED)
+    # The operator may let one pass, but none that only the router sets.
+    named = permissions._replace(named=check_named(["custom_labels"]))
+    assert "custom_labels" in permitted(Engine.SGLANG, "/generate", body, named).body
+    for name in ("rid", "kv_transfer_params", "bootstrap_host"):
+        with pytest.raises(ConfigError, match=name):
+            check_named([name])
+
+
+def test_a_field_that_no_list_has_is_refused_where_keys_are_set_and_passes_else() -> None:
+    for engine in Engine:
+        with pytest.raises(Refused, match="--pass-field top_q"):
+            kept(engine, "/v1/completions", KEYED, prompt="a", top_q=1)
+        named = KEYED._replace(named=frozenset({"top_q"}))
+        for permissions in (named, Permissions()):
+            found = kept(engine, "/v1/completions", permissions, prompt="a", top_q=1)
+            assert found == {"prompt", "top_q"}
+
+
+def test_a_field_that_runs_code_or_names_sessions_needs_the_operator() -> None:
+    for name in ("session_params", "custom_logit_processor"):
+        for permissions in (KEYED, Permissions()):
+            with pytest.raises(Refused, match=f"--pass-field {name}"):
+                kept(Engine.SGLANG, "/generate", permissions, text="a", **{name: "x"})
+
+
+def test_priority_passes_with_the_permission_of_the_key() -> None:
+    for engine, path in ((Engine.VLLM, "/v1/completions"), (Engine.SGLANG, "/generate")):
+        assert kept(engine, path, KEYED, priority=-9) == set()
+        assert kept(engine, path, KEYED._replace(priority=True), priority=-9) == {"priority"}
+
+
+@pytest.mark.parametrize("name", ["is_normalized", "is\\u005fnormalized"])
+def test_sglangs_internal_sampling_fields_do_not_pass(name: str) -> None:
+    one = b'{"%b": true, "temperature": 0.10}' % name.encode()
+    for sent, wanted in (
+        (one, b'{"temperature":0.10}'),
+        (b"[%b]" % one, b'[{"temperature":0.10}]'),
+    ):
+        body = read_body(b'{"text": "a", "sampling_params": %b}' % sent)
+        found = permitted(Engine.SGLANG, "/generate", body, KEYED).body
+        assert msgspec.json.encode(found["sampling_params"]) == wanted
+    with pytest.raises(Refused):
+        body = read_body(b'{"sampling_params": "is_normalized"}')
+        permitted(Engine.SGLANG, "/generate", body, KEYED)
+
+
+@on_loop
+async def test_a_router_drops_counts_and_refuses() -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    keys = (ApiKey("sk-0123456789abcdef", "a"), ApiKey(SECOND, "b", priority=True))
+    ask = {"model": "tiny", "prompt": "a", "priority": 3, "session_id": "theirs"}
+    async with bench([p], [d], listening=Listening(api_keys=keys)) as router:
+        for key in keys:
+            headers = {"Authorization": f"Bearer {key.key}", "X-Vllm-Priority": "3"}
+            assert (await router.post(ask, headers=headers)).status == 200
+            for engine in (p, d):
+                assert ("priority" in engine.asked[-1]) is key.priority
+                assert ("x-vllm-priority" in engine.headers[-1]) is key.priority
+                assert "session_id" not in engine.asked[-1]
+                assert "authorization" not in engine.headers[-1]
+        assert await router.metric("dropped_fields_total", field="priority") == 1
+        assert await router.metric("dropped_fields_total", field="session_id") == 2
+        status, said, _ = await router.post(ask | {"top_q": 1}, headers=headers)
+        assert status == 400 and "--pass-field top_q" in json.loads(said)["error"]["message"]
+        assert len(d.asked) == 2

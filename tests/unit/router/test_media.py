@@ -1,0 +1,65 @@
+"""Identities of media: a client's are its own tenant's, however it writes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvconnect.errors import Refused
+from kvconnect.router.api_keys import ApiKey
+from kvconnect.router.body import read_body
+from kvconnect.router.http.admission import Tenants
+from kvconnect.router.media import MOST_STRUCTURE, with_own_media
+
+IMAGE = {"type": "image_url", "image_url": None, "uuid": "cat"}
+KEYS = (ApiKey("sk-0123456789abcdef"), ApiKey("sk-4a7f0c2be19d4e5f"))
+
+
+def own(raw: bytes, tenant: str = "T") -> Any:
+    return json.loads(msgspec.json.encode(with_own_media(read_body(raw), tenant)))
+
+
+def test_each_identity_has_the_tenants_prefix() -> None:
+    parts = [{"type": "text", "text": 'a "uuid": "x" in words'}, IMAGE, {**IMAGE, "uuid": None}]
+    sent = {"messages": [{"role": "user", "content": parts}], "tools": [{"uuid": "kept"}]}
+    found = own(json.dumps(sent).encode())
+    text, image, none = found["messages"][0]["content"]
+    assert (text, image["uuid"], none["uuid"]) == (parts[0], "T.cat", None)
+    assert image == {**IMAGE, "uuid": "T.cat"} and found["tools"] == sent["tools"]
+
+
+@pytest.mark.parametrize("name", ["\\u0075uid", "uu\\u0069d", "\\u0075\\u0075\\u0069\\u0064"])
+def test_an_escape_hides_no_identity(name: str) -> None:
+    raw = b'{"messages":[{"content":[{"%b":"cat"}]}]}' % name.encode()
+    assert own(raw)["messages"][0]["content"] == [{"uuid": "T.cat"}]
+
+
+@pytest.mark.parametrize("value", [b"7", b"true", b'["cat"]', b'{"a":"cat"}', b'"\\u0063at"'])
+def test_an_identity_of_another_type_is_the_tenants_too(value: bytes) -> None:
+    (part,) = own(b'{"input":[{"uuid":%b}]}' % value)["input"]
+    assert part["uuid"].startswith("T.") and isinstance(part["uuid"], str)
+
+
+def test_two_tenants_have_different_entries_and_one_always_the_same() -> None:
+    raw = json.dumps({"messages": [{"content": [IMAGE]}]}).encode()
+    tenants = Tenants(KEYS, isolate=True)
+    a, b = (tenants.find(f"Bearer {key.key}", "") for key in KEYS)
+    assert a and b
+    assert own(raw, a.id) == own(raw, a.id) != own(raw, b.id)
+
+
+def test_numbers_and_other_fields_keep_their_bytes() -> None:
+    raw = b'{"messages":[{"a":1e400,"b":12345678901234567890123,"uuid":"cat"}],"seed":1.0}'
+    body = with_own_media(read_body(raw), "T")
+    assert msgspec.json.encode(body) == raw.replace(b'"cat"', b'"T.cat"')
+
+
+def test_a_field_with_too_many_parts_is_refused_before_it_is_decoded() -> None:
+    many = b"[]," * MOST_STRUCTURE
+    with pytest.raises(Refused, match="too many parts"):
+        own(b'{"messages":[%b{"uuid":"cat"}]}' % many)
+    long = b'"' + b"[{," * MOST_STRUCTURE + b'"'
+    assert own(b'{"messages":[%b,{"uuid":"cat"}]}' % long)["messages"][1] == {"uuid": "T.cat"}
