@@ -77,7 +77,7 @@ DANGEROUS = ("custom_labels", "kv_hints", "mm_hashes", "http_worker_ipc", "backg
 
 @pytest.mark.parametrize("permissions", [KEYED, Permissions()])
 def test_dangerous_fields_are_dropped_and_named(permissions: Permissions) -> None:
-    body = body_of(text="a", **dict.fromkeys(DANGEROUS, {"a": "b"}), rid="0", decode_tp_size=7)
+    body = body_of(text="a", **{name: {"a": "b"} for name in DANGEROUS}, rid="0")
     found = permitted(Engine.SGLANG, "/generate", body, permissions)
     assert found.body.keys() == {"text"}
     assert set(found.dropped) == {*DANGEROUS} and set(found.dropped) <= set(DROPPED)
