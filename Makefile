@@ -14,7 +14,8 @@
 #                     has the packages (scripts/gpu_run pack) where there is no registry
 # make docs           the documentation as a site, in build/site
 # make fuzz           a million broken inputs against everything that reads what others wrote, and a
-#                     million more to each reader, guided by coverage
+#                     million more to each reader, guided by coverage; then random runs of vLLM's
+#                     schedulers. SCHEDULER_ARGS="--seed 7 --hours 8" says which and for how long
 # make sanitize       tests of the C extension under the address, undefined and thread sanitizers
 # make release        sdist, wheel and SBOM in dist/, checked
 # make lock           requirements/*.lock from the environments as they are
@@ -26,6 +27,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
+SCHEDULER_ARGS ?=
 PIECES ?=
 MODELS_ARGS ?=
 SERVE_ARGS ?=
@@ -129,6 +131,7 @@ docs: $(READY)
 fuzz: $(READY)
 	@python -m tests.fuzz.fuzz_codec --runs 1000000 $(FUZZ_ARGS)
 	@python -m tests.fuzz.guided --runs 1000000 --keep
+	@python -m tests.schedulers.fuzz $(SCHEDULER_ARGS)
 
 release: $(READY)
 	@scripts/release

@@ -41,7 +41,7 @@ settings.load_profile("kvconnect")
 
 
 # Tests of an engine import it.
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["engines"]
+collect_ignore = [] if importlib.util.find_spec("vllm") else ["engines", "schedulers"]
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which not every environment has

@@ -106,7 +106,7 @@ class SwapsPages(KVConnect):
     """
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        page_io.send_pages = _send_swapped
+        page_io.send_pages = send_swapped
         OutboundWrites.send = _send_swapped_pages  # type: ignore[method-assign]
         ConnectionContext.digests = _digests_unswapped  # type: ignore[method-assign]
         super().register_kv_caches(kv_caches)
@@ -117,7 +117,7 @@ _send, _digests = OutboundWrites.send, ConnectionContext.digests
 _DIGEST = 8  # bytes
 
 
-def _send_swapped(sock: Any, head: bytes, piece: Any, *rest: Any) -> bytes:
+def send_swapped(sock: Any, head: bytes, piece: Any, *rest: Any) -> bytes:
     found = _send_pages(sock, head, piece._replace(ids=_swapped(piece.ids)), *rest)
     # Every block has a digest, or none has.
     return found[-_DIGEST:] + found[_DIGEST:-_DIGEST] + found[:_DIGEST]
