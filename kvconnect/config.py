@@ -111,9 +111,12 @@ class DisaggregationConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         lease_s: seconds for which a prefill engine keeps the blocks of a finished request until a
             decode engine asks for them.
+        mix_weights: ``true``: hand off between engines with other weights too, where both have this
+            setting. The answers are of neither model.
     """
 
     lease_s: float = 30.0
+    mix_weights: bool = False
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +244,9 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_S:
             fix = f"use seconds, more than 0 and at most {_LONGEST_S}"
             raise ConfigError(field, seconds, fix)
+    mixes = values.get("mix_weights", False)
+    if type(mixes) is not bool:
+        raise ConfigError("mix_weights", mixes, "use true or false")
     share = values.get("pin_share", 0)
     if type(share) not in (int, float) or not 0 <= share <= MOST_PINNED:
         raise ConfigError("pin_share", share, f"use a share, 0 to {MOST_PINNED}")

@@ -14,20 +14,67 @@ from huggingface_hub import snapshot_download
 from kvconnect.errors import Incompatible
 
 _KINDS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Kinds of weight files; engines load the first kind that a folder has."""
+_CONSOLIDATED = "consolidated*.safetensors"  # the same weights again, in Mistral's form
+_INDEX = {
+    False: ("model.safetensors.index.json", "pytorch_model.bin.index.json"),
+    True: ("consolidated.safetensors.index.json",),
+}
+_OF_TRAINERS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 _SAMPLE_BYTES = 4096
 _SAMPLES = 4096  # over all files: reads 16 MiB and detects a change of 1 % of the weights
 
+logger = logging.getLogger(__name__)
 
-def weights_digest(folder: Path) -> str:
+
+def weight_files(folder: Path, consolidated: bool = False) -> list[Path]:
+    """Return the files that an engine loads from a model's folder, sorted; or the file itself.
+
+    These are the files of the first kind that is there, and where an index names files, those.
+    ``consolidated``: the engine prefers Mistral's files, as vLLM does.
+
+    Raises:
+        OSError: the folder or the index cannot be read.
+    """
+    if folder.is_file():
+        return [folder]
+    mistral = set(folder.glob(_CONSOLIDATED))
+    for kind in _KINDS:
+        found = {path for path in folder.glob(f"*{kind}") if path.is_file()}
+        found = {path for path in found if not path.name.endswith(_OF_TRAINERS)}
+        if kind == ".safetensors" and mistral:
+            consolidated = consolidated or not found - mistral
+            found = mistral if consolidated else found - mistral
+        else:
+            consolidated = False
+        if found:
+            return sorted(_indexed(folder, found, consolidated=consolidated))
+    return []
+
+
+def _indexed(folder: Path, found: set[Path], *, consolidated: bool) -> set[Path]:
+    """Return those of a folder's files that an index names; all of them if there is none."""
+    for name in _INDEX[consolidated]:
+        if (folder / name).is_file():
+            try:
+                named = set(json.loads((folder / name).read_bytes())["weight_map"].values())
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise OSError(f"{folder / name} is not an index of weights: {error!r}") from error
+            if indexed := {path for path in found if path.name in named}:
+                return indexed
+    return found
+
+
+def weights_digest(folder: Path, consolidated: bool = False) -> str:
     """Return a digest of a model's weight files; "" if there are none.
 
-    The digest covers file names, sizes, and evenly spaced samples; small models are read whole.
-    Blocks for tens of milliseconds on a local disk.
+    The digest covers names, sizes, and evenly spaced samples of :func:`weight_files`; small models
+    are read whole. Blocks for tens of milliseconds on a local disk.
 
     Raises:
         OSError: a file cannot be read.
     """
-    files = sorted(path for path in folder.glob("*") if path.suffix in _KINDS and path.is_file())
+    files = weight_files(folder, consolidated)
     if not files:
         return ""
     whole = sum(path.stat().st_size for path in files)
@@ -42,15 +89,15 @@ def weights_digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-logger = logging.getLogger(__name__)
-
-
-def model_folder(model: str, revision: str | None) -> Path | None:
-    """Return the local folder of a model's files; None if they are not on this machine."""
-    if Path(model).is_dir():
+def model_folder(model: str, revision: str | None, cache: str | None = None) -> Path | None:
+    """Return the local folder of a model's files, or its one file; None if they are not on this
+    machine. ``cache``: where the engine keeps downloaded models, if not at the usual place."""
+    if Path(model).exists():
         return Path(model)
     try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+        )
     except (ValueError, OSError):  # not downloaded, or not a valid model name
         return None
 
@@ -81,11 +128,22 @@ def model_name(
     return f"{weights} {digest.hexdigest()}"
 
 
+def loaded_files(
+    model: str, revision: str | None, cache: str | None = None, consolidated: bool = False
+) -> str:
+    """Return the digest of the weight files that an engine loads; "" if none can be read here."""
+    folder = model_folder(model, revision, cache)
+    try:
+        return weights_digest(folder, consolidated) if folder else ""
+    except OSError as error:
+        logger.warning("the weight files of %s cannot be read: %s", model, error)
+        return ""
+
+
 def weights_name(model: str, revision: str | None, dummy: bool) -> str:
     """Return the digest of a model's weights. Without weight files on this machine, or with
     ``dummy`` weights (not read from files), return the model's name and revision."""
-    folder = None if dummy else model_folder(model, revision)
-    weights = weights_digest(folder) if folder else ""
+    weights = "" if dummy else loaded_files(model, revision)
     if not weights:
         logger.warning("no weight files of %s are here: stored blocks go by its name", model)
     return weights or f"{model}@{revision}"

@@ -36,6 +36,7 @@ from kvconnect.disaggregation.sessions import (
 from kvconnect.errors import ConfigError, ProtocolError, TransferFailed, contained
 from kvconnect.offload.streams import make_streams
 from kvconnect.protocol import messages
+from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import PROBE_READ_ID, Hello, Message, Probe, Reject
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import make_transport
@@ -107,6 +108,14 @@ class HandoffAgent:
             fence = self._mark() if work.receives else None
             self._receiving.begin_step(work, time.monotonic(), fence)
         self._offering = any(offer.spans for offer in work.offers)
+
+    def set_identity(self, identity: Identity) -> None:
+        """The worker has these weights from now on. If they are others than before, all sessions
+        end, and no block that was offered before is sent any more."""
+        with self._lock:
+            if self._sessions.hello.identity != identity:
+                self._sending.outdate()
+                self._sessions.set_identity(identity)
 
     def run(self, work: DisaggregationInstructions, fence: Fence | None = None) -> None:
         """Take instructions outside of a step. Offered blocks can be read once ``fence`` has
@@ -222,7 +231,8 @@ class HandoffAgent:
         elif isinstance(event, PagesSent):
             self._sending.on_sent(session, event)
         elif isinstance(event, PagesReceived):
-            self._receiving.on_received(session, event)
+            if session.agreed:  # else it ends, perhaps because they are of other weights
+                self._receiving.on_received(session, event)
         elif session.inbound:
             self._sending.on_drained(event)
         else:

@@ -58,6 +58,10 @@ class PrefillExecutor:
         for order in work.withdrawals:
             self._run_actions(self._sender.withdraw(order))
 
+    def outdate(self) -> None:
+        """See :meth:`PrefillPlanner.outdate`."""
+        self._sender.outdate()
+
     def written(self, name: str | None, fence: Fence | None) -> None:
         """The step's blocks can be read once ``fence`` has passed: in layer ``name``, or with None
         in all layers. A layer that shares another layer's cache is ignored."""

@@ -85,6 +85,9 @@ class _TransferTable:
             return [
                 RefuseRead(request.peer, request.read_id, offered.cause, "the blocks were released")
             ]
+        if offered.outdated:
+            detail = "the blocks are of the prefill engine's former weights"
+            return [RefuseRead(request.peer, request.read_id, FailureCause.GONE, detail)]
         if mismatch := offered.mismatch(request):
             return mismatch
         if offered.serves(request.reader):
@@ -199,6 +202,12 @@ class PrefillPlanner:
                 )
         self._writes.pending += [(offered, span) for span in offer.spans]
         return actions
+
+    def outdate(self) -> None:
+        """The engine has other weights from now on: whoever asks for a transfer that is offered
+        already is refused. The scheduler withdraws it later."""
+        for offered in self._transfers.offered.values():
+            offered.outdated = True
 
     def layer_written(self, group: int, layer: int, fence: Any) -> list[Action]:
         """One layer of all blocks offered in this step can be read once ``fence`` has passed.

@@ -238,6 +238,7 @@ class OfferedTransfer:
     ready: dict[int, tuple[Span, Any]] = field(default_factory=dict)  # by group, with the fence
     readers: dict[tuple[int, int], ServedRead] = field(default_factory=dict)  # by peer and read id
     cause: FailureCause | None = None  # why the transfer was withdrawn
+    outdated: bool = False  # some of it may be of former weights
 
     def add(self, span: Span, fence: Any) -> None:
         """All layers of a span, and of earlier spans, can be read once ``fence`` has passed.

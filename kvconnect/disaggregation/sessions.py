@@ -19,6 +19,7 @@ from kvconnect.disaggregation.states import SESSION, Event, SessionState
 from kvconnect.disaggregation.transfer_meter import TransferMeter, TransferTrace
 from kvconnect.errors import KVConnectError, ProtocolError, Refused, contained
 from kvconnect.protocol import messages
+from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import Hello, Message, Reject
 from kvconnect.protocol.negotiation import Agreement, negotiate
 from kvconnect.protocol.topology import head_range
@@ -64,6 +65,7 @@ class Session:
     state: SessionState = SESSION.start
     refusal: str = ""  # why one side rejected the other
     reader: Rank = _UNKNOWN_RANK
+    mixes_weights: bool = False  # the peer has other weights, and both sides allow that
     units: list[Unit] = field(default_factory=list)
     unit_group: list[int] = field(default_factory=list)
     views: dict[int, GroupView] = field(default_factory=dict)
@@ -140,6 +142,13 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
+    def set_identity(self, identity: Identity) -> None:
+        """Greet peers with other weights from now on: end all sessions, so that they meet again."""
+        self.hello.identity = identity
+        logger.info("this worker has other weights now: %s", identity.weights)
+        for peer in list(self._sessions):
+            self.disconnect(peer, "the weights have changed")
+
     def publish_counts(self) -> None:
         """Publish the numbers of peers as gauges."""
         if not self.speaks_for_engine:
@@ -147,6 +156,8 @@ class Sessions:
         up = sum(session.agreed for session in self._sessions.values())
         self.stats.gauge("handoff_peers", up, label="up")
         self.stats.gauge("handoff_peers", len(self._sessions) - up, label="connecting")
+        mixed = sum(session.mixes_weights for session in self._sessions.values())
+        self.stats.gauge("handoff_mixed_weights_peers", mixed)
         sessions = [
             session for session in self._sessions.values() if session.agreed and not session.inbound
         ]
@@ -238,6 +249,10 @@ class Sessions:
             )
         agreement = negotiate(reader, source)
         session.reader = reader.rank
+        session.mixes_weights = bool(agreement.mixed_weights)
+        if session.mixes_weights:
+            text = "%s: KV of other weights is used, as mix_weights says: weights is %s"
+            logger.warning(text, session.name, agreement.mixed_weights)
         self._resolve_units(session, agreement)
         session.advance(Event.AGREED)
         self.publish_counts()

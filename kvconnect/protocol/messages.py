@@ -26,6 +26,7 @@ from msgspec import Meta
 
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol.codec import MAX_MESSAGE, NO_CONTROLS, PROTOCOL, decode_struct
+from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.prompts import PromptIdentity
 from kvconnect.terminal import plain
 from kvconnect.types import Rank
@@ -38,7 +39,7 @@ REFUSAL_FIELDS = frozenset(
         *("auth", "protocol", "ticket", "params", "groups", "window", "chunk", "block_tokens"),
         *("page_tokens", "splittable", "kv_heads", "heads", "row_bytes", "layers", "format"),
         *("model", "architecture", "dtype", "cache_dtype", "packing", "tokens_ahead", "other"),
-        *("transport", "rate", "prompt"),
+        *("transport", "rate", "prompt", "weights"),
     }
 )
 """Every ``field`` of a :class:`Refused` that a session or a ticket can raise: metric labels."""
@@ -106,6 +107,7 @@ class Hello(msgspec.Struct, kw_only=True, tag="hello"):
         software: for logs only, never compared.
         engine_id, epoch: the engine, and which incarnation of it.
         rank: the worker's place in its engine.
+        identity: which weights the worker computes with. Older versions do not send it.
         format: what must be equal on both sides for the bytes to mean the same, by name.
         groups: per KV-cache group, in the engine's order.
     """
@@ -116,6 +118,7 @@ class Hello(msgspec.Struct, kw_only=True, tag="hello"):
     engine_id: _Name
     epoch: Annotated[int, Meta(ge=0, le=_INT64_MAX)]
     rank: Rank
+    identity: Identity = Identity()
     format: Annotated[dict[_Word, _FormatValue], Meta(max_length=64)]
     groups: Annotated[list[GroupHello], Meta(min_length=1, max_length=64)]
 

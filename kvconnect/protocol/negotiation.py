@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvconnect.errors import Misuse, Refused
 from kvconnect.protocol.codec import common_protocol
+from kvconnect.protocol.identity import MIX, other_weights
 from kvconnect.protocol.messages import REFUSAL_FIELDS, GroupHello, Hello, Order
 from kvconnect.protocol.topology import head_range, served_heads
 
@@ -42,11 +43,13 @@ class GroupAgreement:
 @dataclass(frozen=True)
 class Agreement:
     """Result of a negotiation. ``units[u]`` is unit u's group and its index in the group's
-    ``layers``, or None for all layers of the group."""
+    ``layers``, or None for all layers of the group. ``mixed_weights``: which weights both sides
+    have if they mix other ones on purpose; else empty."""
 
     protocol: int
     features: frozenset[str]
     groups: tuple[GroupAgreement, ...]
+    mixed_weights: str = ""
     units: tuple[tuple[int, int | None], ...] = field(init=False)
     _numbers: dict[tuple[int, int | None], int] = field(init=False, repr=False, compare=False)
 
@@ -87,10 +90,12 @@ def negotiate(reader: Hello, source: Hello) -> Agreement:
     """
     protocol = common_protocol(reader.protocol, source.protocol, _NAMES)
     _match_formats(reader, source)
+    mixed = _match_weights(reader, source)
     _match("groups", len(reader.groups), len(source.groups), "use the same model configuration")
     groups = tuple(_match_group(n, reader, source) for n in range(len(reader.groups)))
     _check_something_moves(reader, source, groups)
-    return Agreement(protocol, frozenset(reader.features) & frozenset(source.features), groups)
+    features = frozenset(reader.features) & frozenset(source.features)
+    return Agreement(protocol, features, groups, mixed)
 
 
 def _match(what: str, ours: object, theirs: object, fix: str, where: str = "") -> None:
@@ -110,6 +115,25 @@ def _match_formats(reader: Hello, source: Hello) -> None:
     for key in sorted(reader.format.keys() | source.format.keys()):
         fix = f"start both engines with the same {key}"
         _match(key, reader.format.get(key), source.format.get(key), fix)  # None: not sent
+
+
+def _match_weights(reader: Hello, source: Hello) -> str:
+    """Return both sides' weights if they are others and both mean to mix them, else "".
+
+    Raises:
+        Refused: the weights are others, or cannot be compared.
+    """
+    ours, theirs = reader.identity, source.identity
+    found = other_weights(ours, theirs, same_part=reader.rank == source.rank)
+    if found is None:
+        return ""
+    if ours.mixes_weights and theirs.mixes_weights:
+        return f"{found[0]!r} {_NAMES[0]}, {found[1]!r} {_NAMES[1]}"
+    fix = (
+        "serve the same files on both, or declare the same weight version after an update; "
+        f"to mix weights on purpose, set {MIX} on both"
+    )
+    raise _mismatch("weights", *found, fix)
 
 
 def _match_group(number: int, reader: Hello, source: Hello) -> GroupAgreement:

@@ -41,6 +41,7 @@ from kvconnect.disaggregation.sessions import PathPreference, Sessions
 from kvconnect.disaggregation.staging import StagedMemory
 from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.offload.streams import DeviceFence, make_streams
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import base, inproc
@@ -145,7 +146,13 @@ class Side:
         engine = "sender" if sends else "receiver"
         rank = Rank(0, 1, 0, 1)
         hello = Hello(
-            software="test", engine_id=engine, epoch=0, rank=rank, format={}, groups=[group]
+            software="test",
+            engine_id=engine,
+            epoch=0,
+            rank=rank,
+            identity=Identity(weights=Weights(files="same")),
+            format={},
+            groups=[group],
         )
         transport = PromptTransport(network, self.emulator.world)
         copier = BlockCopier(self.area, EmulatedDriver(self.emulator))

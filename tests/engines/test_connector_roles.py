@@ -25,7 +25,7 @@ from kvconnect.config import Config, parse_config
 from kvconnect.disaggregation.messages import ReceiveReport
 from kvconnect.engines.vllm import sleep, translate
 from kvconnect.engines.vllm.connector import IdleScheduler, KVConnect
-from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
+from kvconnect.engines.vllm.disaggregation_worker import Before, DeviceBlocks
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.engines.vllm.worker import ConnectorWorker
@@ -38,6 +38,7 @@ from kvconnect.offload.messages import (
     OffloadInstructions,
     StoreBlocks,
 )
+from kvconnect.protocol.identity import Identity
 from kvconnect.tiers.messages import ABSENT, REMOVED, RemovalAnswer, TierAnswer
 from kvconnect.types import FailureCause, JobId, Tier
 from tests.engines.vllm_configs import FULL, cache_config, engine_config
@@ -123,7 +124,8 @@ def test_nothing_is_copied_between_sleep_and_wake(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         worker.restore_caches()
     assert [report.job for report in collect(worker, 1)] == [1]
-    assert made == [{}, {"address": ("127.0.0.1", 5), "epoch": 7}]
+    same = {"identity": Identity()}
+    assert made == [same, {**same, "before": Before(("127.0.0.1", 5), 7)}]
     worker.close()
     assert len(closed) == 2
 

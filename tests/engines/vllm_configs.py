@@ -45,6 +45,7 @@ def engine_config(**changes: Any) -> Any:
         "world_size": 1,
         "rank": 0,
         "use_ubatching": False,
+        "enable_eplb": False,
     }
     return SimpleNamespace(
         kv_transfer_config=transfer,
@@ -57,6 +58,7 @@ def engine_config(**changes: Any) -> Any:
         speculative_config=None,
         aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),
+        load_config=SimpleNamespace(load_format="dummy"),
     )
 
 

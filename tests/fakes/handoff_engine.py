@@ -22,6 +22,7 @@ from kvconnect.disaggregation.messages import (
 )
 from kvconnect.disaggregation.sessions import PathPreference, Sessions
 from kvconnect.disaggregation.staging import HostMemory, StagedMemory
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import make_transport
@@ -45,6 +46,7 @@ class Engine:
     sends: bool = False
     key: bytes = b""
     model: str = "tiny"
+    weights: str = "tiny"
     digest: str = "full"
     caches: list[torch.Tensor] = field(default_factory=list)
     agents: list[HandoffAgent] = field(default_factory=list)
@@ -91,6 +93,7 @@ class Engine:
             engine_id="sender" if self.sends else "receiver",
             epoch=0,
             rank=Rank(rank, self.tp, 0, 1),
+            identity=Identity(weights=Weights(files=self.weights)),
             format={"model": self.model},
             groups=[group],
         )

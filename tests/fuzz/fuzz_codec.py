@@ -34,6 +34,7 @@ from kvconnect.protocol import (
     tickets,
 )
 from kvconnect.protocol.auth import ClientAuth, Opening, ServerAuth
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.protocol.prompts import NO_PROMPT
 from kvconnect.types import Endpoint, Rank
@@ -61,6 +62,7 @@ HELLO = messages.Hello(
     engine_id="engine",
     epoch=1,
     rank=Rank(0, 1, 0, 1),
+    identity=Identity(weights=Weights(files="f", version="v")),
     format={"model": "m", "version": 1},
     groups=[GROUP],
 )

@@ -20,6 +20,7 @@ from kvconnect.disaggregation.messages import OfferBlocks, PrefillSource
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
 from kvconnect.protocol import codec, messages, nixl_messages, tickets
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import PROBE_READ_ID, GroupHello, Hello
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, identify
 from kvconnect.testing.buffers import PageMemory, plain_unit
@@ -160,6 +161,7 @@ def _hello(rng: random.Random, plain: bool = False, **other: object) -> bytes:
     hello = Hello(
         software="evil",
         rank=rank,
+        identity=Identity(weights=Weights(files="tiny")),
         format={"model": "tiny"},
         groups=[GroupHello(**group)],  # type: ignore[arg-type]
         **said,  # type: ignore[arg-type]

@@ -40,6 +40,7 @@ from kvconnect.engines.sglang.device_pools import device_pools
 from kvconnect.engines.sglang.linker import KVConnectLinker
 from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.errors import Incompatible, Refused
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.types import Endpoint, Rank, Span
 from tests.sglang.linker_bench import (
@@ -55,6 +56,7 @@ from tests.sglang.linker_bench import (
 from tests.sglang.pools import FULL_MAMBA, POOLS, Pools, memory_of, model_of, transfer_args
 
 WAIT_S, ROOM = 20.0, 7
+SAME = Identity(weights=Weights(files="same"))
 SERVED = "served"
 BY_SGLANG = "SGLang refuses it itself"
 PART = "only a part of another pool"
@@ -149,7 +151,7 @@ class End:
         self.args = transfer_args(pools, self.aux, dtype, draft)
         self.draft = draft
         self.cache = translate.describe(
-            self.args, model_of(pools, self.args, self.rank, kv_heads), 5.0
+            self.args, model_of(pools, self.args, self.rank, kv_heads), 5.0, SAME
         )
         for number, (memory, _) in enumerate(self.buffers()):
             if sends:
@@ -340,7 +342,7 @@ def test_pages_without_their_scales_are_not_handed_off(dtype: str) -> None:
     pools = POOLS["MLATokenToKVPoolFP4"]()
     args = transfer_args(pools, torch.zeros(8, 16), dtype)
     with pytest.raises(Incompatible, match=f"--kv-cache-dtype {dtype}.*scales beside") as refused:
-        translate.describe(args, model_of(pools, args), 1.0)
+        translate.describe(args, model_of(pools, args), 1.0, SAME)
     assert "\n" not in str(refused.value)
 
 
@@ -349,7 +351,7 @@ def test_a_state_of_a_new_kind_is_refused() -> None:
     args = transfer_args(pools, torch.zeros(8, 16), "auto")
     args.state_types = [SimpleNamespace(value="memory_of_2027")]
     with pytest.raises(Incompatible, match=r"'memory_of_2027'.*not known"):
-        translate.describe(args, model_of(pools, args), 1.0)
+        translate.describe(args, model_of(pools, args), 1.0, SAME)
 
 
 # --- states over another number of ranks -----------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from kvconnect.cache.keys import block_key
-from kvconnect.engines.sglang import plugin
+from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.storage import KVConnectStorage
 from kvconnect.engines.sglang.storage_tiers import GROUP
 from kvconnect.errors import ConfigError
@@ -28,7 +28,7 @@ WAIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(plugin, "_generation", b"")
+    monkeypatch.setattr(weights, "_state", weights._RankWeights())
     with serving():
         yield
 
@@ -96,9 +96,9 @@ def test_pages_come_from_another_server(monkeypatch: pytest.MonkeyPatch, make: M
 def test_pages_of_other_weights_do_not_come(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     source, reader = pair(monkeypatch, make)
     connected(reader)
-    monkeypatch.setattr(plugin, "_generation", b"an update of this server's weights")
+    monkeypatch.setattr(weights, "generation", lambda: b"an update of this server's weights")
     assert reader.pages.where(PoolName.KV, KEYS) == [None] * len(KEYS)
-    monkeypatch.setattr(plugin, "_generation", b"")
+    monkeypatch.setattr(weights, "generation", lambda: b"")
     assert reader.pages.where(PoolName.KV, KEYS)[0] is Tier.PEER  # the control
     source.clear()
     reader.clear()

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-from kvconnect.engines.sglang import plugin
+from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.storage import KVConnectStorage
 from kvconnect.errors import ConfigError
 from kvconnect.tiers.backends import BlockOutcome
@@ -30,6 +30,7 @@ from tests.sglang.storage_bench import (
     serving,
     storages,
 )
+from tests.sglang.weight_updates import Serving
 
 KEYS = names(12)  # more than host memory has slots
 WAIT_S = 20.0
@@ -79,7 +80,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
 
 @pytest.fixture(autouse=True)
 def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(plugin, "_generation", b"")
+    monkeypatch.setattr(weights, "_state", weights._RankWeights())
     with serving():
         yield
 
@@ -315,39 +316,36 @@ def test_what_is_under_way_when_all_is_forgotten_is_not_found_later(
 def test_new_weights_have_pages_of_their_own(
     monkeypatch: pytest.MonkeyPatch, make: Make, tmp_path: Path
 ) -> None:
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_components.weight_updater import (
-        SchedulerWeightUpdaterManager as Updater,
-    )
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    monkeypatch.setattr(Updater, "flush_cache_after_weight_update", lambda *_: (True, ""))
-    monkeypatch.setattr(Updater, "end_weight_update", lambda *_: None)
-    monkeypatch.setattr(Scheduler, "flush_cache", lambda *_: True)
-    monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
-    monkeypatch.setattr(HookRegistry, "_patched", set())
-    monkeypatch.setattr(plugin, "_watching", False)
-    plugin.watch()
-    HookRegistry.apply_hooks()
-
-    pool = host_pool(monkeypatch)
-    storage = make(pool, **on_disk(tmp_path))
+    process = Serving(monkeypatch)
+    storage = make(host_pool(monkeypatch), **on_disk(tmp_path))
     fill(storage, 2)
-    flush: Any = Scheduler.flush_cache
-    flush(None)
+    process.flush()
     assert where(storage, KEYS[:2]) == [Tier.HOST] * 2  # the control: the weights are the same
-    updates: list[Any] = [Updater.flush_cache_after_weight_update, Updater.end_weight_update]
-    for update in [*updates, flush]:
-        update(None)
-        assert where(storage, KEYS[:2]) == [None] * 2
-        fill(storage, 1)
-        assert where(storage, KEYS[:2]) == [Tier.HOST, None]
+    process.begin()
+    assert where(storage, KEYS[:2]) == [None] * 2
+    process.end("2")
+    process.flush(done=False)  # as while requests run, whose pages are of the former weights
+    fill(storage, 1)
+    process.flush()
+    assert where(storage, KEYS[:2]) == [None] * 2
     storage.batch_set_v1(["new"], slots_of([3]))
     settle(storage)
     storage.close()
-    monkeypatch.setattr(plugin, "_generation", b"")  # another process
-    there = where(make(pool, **on_disk(tmp_path)), [*KEYS[:2], "new"])
-    assert there == [Tier.DISK, Tier.DISK, None]
+
+    def found() -> list[Tier | None]:
+        store = make(host_pool(monkeypatch), **on_disk(tmp_path))
+        there = where(store, [*KEYS[:2], "new"])
+        store.close()
+        return there
+
+    process.start()
+    assert found() == [Tier.DISK, Tier.DISK, None]
+    weights.follow()
+    process.begin()
+    process.end("2")
+    assert found() == [None] * 3
+    process.flush()
+    assert found() == [None, None, Tier.DISK], "it was updated alike"
 
 
 def test_ranks_with_the_same_latents_read_what_one_wrote(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect import engine_versions
-from kvconnect.engines.sglang import plugin
+from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.plugin import LAYERWISE, NAME, check, is_layerwise, takes_over
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def _register() -> None:
         add_disagg_transfer_backend_choices([NAME])
     _add_member(TransferBackend, NAME)
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
-    plugin.watch()
+    weights.watch()
     tracing.watch()
     if is_layerwise():
         from kvconnect.engines.sglang import layerwise as hooks

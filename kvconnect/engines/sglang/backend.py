@@ -33,7 +33,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kvconnect.config import Config, config_from_environment, listen_address
 from kvconnect.disaggregation.agent import start_agent
-from kvconnect.engines.sglang import layerwise, runtime_context, translate
+from kvconnect.engines.sglang import layerwise, runtime_context, translate, weights
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses, endpoint_of, forget_ranks
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import EngineStreams
@@ -89,11 +89,14 @@ class KVConnectManager(CommonKVManager):
         model = runtime_context.model(args, server_args, bool(is_mla_backend))
         self._sends = disaggregation_mode == DisaggregationMode.PREFILL
         address = _address(config) if self._sends else None
-        cache = translate.describe(args, model, config.deadline_s)
+        mixes = config.disaggregation.mix_weights
+        own = weights.identity(mixes=mixes)
+        cache = translate.describe(args, model, config.deadline_s, own)
         patience = runtime_context.patience_s()
         self.spans = make_spans()
         traced = self.spans is not None
         self.agent = start_agent(config, cache, address, patience, alone=True, traced=traced)
+        weights.listen(lambda: self.agent.set_identity(weights.identity(mixes=mixes)))
         self.streams = EngineStreams(cache.device)
         self.adapters = AdapterContents()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.pool_host.mha import (
 from kvconnect import memory
 from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.config import check_fits
-from kvconnect.engines.sglang import plugin
+from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.device_pools import window_ends
 from kvconnect.engines.sglang.runtime_context import own_config, worker_share
 from kvconnect.engines.sglang.stats import publish_regularly
@@ -257,7 +257,7 @@ class KVConnectStorage(_Copying):
             for tier in tiers.values():
                 undo.callback(tier.close)
             if tiers:
-                plugin.check_watched()
+                weights.follow()
             store = PageStore(arena, self._config, tiers)
             undo.pop_all()
         return store
@@ -368,7 +368,7 @@ class HostPages:
         return [(key, None) for key in keys]
 
     def _names(self, name: PoolName, keys: Sequence[str]) -> list[bytes]:
-        generations = plugin.generation() + self._generation
+        generations = weights.generation() + self._generation
         if self._by_tokens and name is PoolName.KV and not generations:
             return [bytes.fromhex(key) for key in keys]
         text = f"{generations.hex()}|{self._form(name).text}|"

@@ -24,6 +24,7 @@ from kvconnect.disaggregation.agent import WorkerCache
 from kvconnect.disaggregation.sessions import GroupPages
 from kvconnect.disaggregation.staging import PiecewiseMemory
 from kvconnect.errors import Incompatible
+from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.protocol.topology import head_range
 from kvconnect.transport.base import MemoryRegion
@@ -66,8 +67,9 @@ class Buffer(NamedTuple):
     item_bytes: int
 
 
-def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
-    """Return the cache that SGLang's ``KVArgs`` describe, for the hand-off agent.
+def describe(args: Any, model: Model, timeout_s: float, identity: Identity) -> WorkerCache:
+    """Return the cache that SGLang's ``KVArgs`` describe, for the hand-off agent. ``identity``: the
+    weights that the rank has.
 
     Raises:
         Incompatible: a buffer is not whole pages, the KV buffers are too few or too many, or what
@@ -102,6 +104,7 @@ def describe(args: Any, model: Model, timeout_s: float) -> WorkerCache:
         engine_id=f"sglang-{secrets.token_hex(8)}",
         epoch=0,
         rank=model.rank,
+        identity=identity,
         format=_format(args, model, pages, (aux, *states), shares),
         groups=groups,
     )

@@ -34,7 +34,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvconnect.config import KVLayout, parse_config
-from kvconnect.engines.vllm import sleep, translate
+from kvconnect.engines.vllm import sleep, translate, weights
 from kvconnect.engines.vllm.checks import checked_settings, why_idle
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.hints import drop_invalid_params
@@ -93,6 +93,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
             logger.warning("KVConnect stores and loads nothing: %s", idle)
             return IdleScheduler(*made)
         scheduler = ConnectorScheduler(*made)
+        weights.follow_core(scheduler)
         if translate.is_traced(self._vllm_config):
             from kvconnect.engines.vllm.tracing import RequestTracing
 
@@ -156,6 +157,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         with refusing(f"model {self._vllm_config.model_config.model}"):
             self.worker.register(kv_caches)
         sleep.tell(self)
+        weights.follow_worker(self.worker)
 
     def unregister_kv_caches(self) -> None:
         """See :meth:`ConnectorWorker.release_caches`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -17,6 +18,7 @@ from kvconnect.disaggregation.sessions import GroupPages
 from kvconnect.disaggregation.staging import make_memory
 from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.errors import Incompatible
+from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import Hello
 from kvconnect.transport.security import NoLocalKey
 from kvconnect.types import Rank
@@ -24,16 +26,23 @@ from kvconnect.types import Rank
 logger = logging.getLogger(__name__)
 
 
+class Before(NamedTuple):
+    """Where a worker's agent listened before it was closed, and the engine's epoch."""
+
+    address: tuple[str, int] | None
+    epoch: int
+
+
 def make_handoffs(
     vllm_config: VllmConfig,
     cache: KVCacheConfig,
     config: Config,
     kv_caches: Mapping[str, torch.Tensor],
-    address: tuple[str, int] | None = None,
-    epoch: int = 0,
+    identity: Identity,
+    before: Before | None = None,
 ) -> HandoffAgent | None:
     """Start a worker's hand-off agent, which listens if the role sends; return None if the worker
-    neither sends nor receives. It listens at ``address``, or where the settings say.
+    neither sends nor receives. ``identity``: the weights that the worker has.
 
     Raises:
         ConfigError: an address, key or certificate cannot be used.
@@ -47,12 +56,15 @@ def make_handoffs(
         return None
     try:
         pages = handoff_pages.handoff_pages(cache, kv_caches)
-        hello = _hello(vllm_config, cache, kv_caches, pages, epoch)
+        hello = _hello(vllm_config, cache, kv_caches, pages, identity)
+        if before is not None:
+            hello.epoch = before.epoch
     except Incompatible as error:
         if transfer.kv_role != "kv_both":
             raise
         logger.warning("this model's KV cache can be offloaded but not handed off: %s", error)
         return None
+    address = before.address if before is not None else None
     if sends and address is None:
         address = _address(vllm_config, config)
     area = translate.backing_area(kv_caches)
@@ -84,7 +96,7 @@ def _hello(
     cache: KVCacheConfig,
     kv_caches: Mapping[str, torch.Tensor],
     pages: tuple[GroupPages, ...],
-    epoch: int,
+    identity: Identity,
 ) -> Hello:
     """Return this worker's Hello; each step sets the epoch.
 
@@ -96,8 +108,9 @@ def _hello(
     return Hello(
         software=f"kvconnect {engine_versions.installed('kvconnect')}",
         engine_id=vllm_config.kv_transfer_config.engine_id,
-        epoch=epoch,
+        epoch=0,
         rank=Rank(parallel.rank % tp, tp, parallel.rank // tp % pp, pp),
+        identity=identity,
         format={
             **translate.handoff_format(vllm_config, cache, kv_caches),
             **handoff_pages.whole_format(vllm_config, cache, kv_caches),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -16,20 +17,30 @@ from kvconnect.disaggregation.messages import (
     TransferEvent,
 )
 from kvconnect.offload.messages import JobReport, OffloadInstructions
+from kvconnect.protocol.identity import Identity
 from kvconnect.tiers.messages import TierAnswer, TierInstructions
 
 
 @dataclass
 class WorkerHello(KVConnectorHandshakeMetadata):
     """A worker after its start: its host slots and their size in bytes, the (host, port) where it
-    hands off blocks (None if it does not), whether it receives blocks, and the (host, port) where
-    it serves blocks of host memory (None if it does not)."""
+    hands off blocks (None if it does not), whether it receives blocks, the (host, port) where it
+    serves blocks of host memory (None if it does not), and which weights it has."""
 
     num_slots: int
     slot_bytes: int
     address: tuple[str, int] | None = None
     receives: bool = False
     serves: tuple[str, int] | None = None
+    identity: Identity = field(default_factory=Identity)
+
+
+class LookAtWeights(NamedTuple):
+    """An order to look whether the weights have changed; ``version``: they are declared to have it,
+    or "". Orders are numbered from 1 on."""
+
+    number: int
+    version: str
 
 
 @dataclass
@@ -39,6 +50,7 @@ class StepInstructions(KVConnectorMetadata):
     ``epoch`` identifies the engine's incarnation. ``idle``: the step computes nothing and only
     serves transfers. ``greet``: workers answer with their hellos, which vLLM itself passes on for
     one connector only. ``timed``: number of the step if its time is measured; 0 otherwise.
+    ``weights``: the weights may have changed, and workers look.
     """
 
     offload: OffloadInstructions = field(default_factory=OffloadInstructions)
@@ -48,6 +60,7 @@ class StepInstructions(KVConnectorMetadata):
     idle: bool = False
     greet: bool = False
     timed: int = 0
+    weights: LookAtWeights | None = None
 
 
 @dataclass
@@ -61,6 +74,8 @@ class StepReports(KVConnectorWorkerMetadata):
         answers: jobs of the secondary tiers.
         hellos: answers to ``greet``, by (pipeline rank, tensor rank).
         timed: ``timed`` of the step. vLLM passes on no report of some steps without tokens.
+        identities: the weights of workers that looked, or were told of new ones, in the same way,
+            each with the number of the last order to look.
     """
 
     reports: list[JobReport] = field(default_factory=list)
@@ -69,6 +84,7 @@ class StepReports(KVConnectorWorkerMetadata):
     answers: list[TierAnswer] = field(default_factory=list)
     hellos: dict[tuple[int, int], WorkerHello] = field(default_factory=dict)
     timed: int = 0
+    identities: dict[tuple[int, int], tuple[int, Identity]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """Return the combined reports of both."""
@@ -80,4 +96,5 @@ class StepReports(KVConnectorWorkerMetadata):
             self.answers + other.answers,
             self.hellos | other.hellos,
             max(self.timed, other.timed),
+            self.identities | other.identities,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
@@ -32,6 +33,7 @@ from kvconnect.engines.vllm.receipts import Receipts
 from kvconnect.engines.vllm.states import kept_states
 from kvconnect.engines.vllm.stats import Gauges, KVConnectStats
 from kvconnect.engines.vllm.tiers import TierScheduler
+from kvconnect.engines.vllm.weights import EngineWeights
 from kvconnect.errors import Incompatible
 from kvconnect.offload.planner import (
     KeptStates,
@@ -107,6 +109,7 @@ class ConnectorScheduler:
         self._matched: dict[str, _Match | None] = {}
         self._slot_bytes = 0
         self._gauges = Gauges()
+        self._weights = EngineWeights()
         self.events = EventLog(vllm_config, groups, kv_cache_config)
         stats, adapters = KVConnectStats(), self._requests.adapters
         self.receipts = Receipts(stats)
@@ -135,6 +138,7 @@ class ConnectorScheduler:
             adapters, shares = self._requests.adapters, self.handoff.tickets.shares
             self.tiers = make_tiers(self._config, self.plan, hellos, adapters, shares)
         self.handoff.greet(hellos, alone)
+        self._weights.greet({place: hello.identity for place, hello in hellos.items()})
         gib = num_slots * self._slot_bytes / 2**30
         logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, workers)
 
@@ -246,6 +250,7 @@ class ConnectorScheduler:
                 self.device.hold_stored(part.block_ids)
         self.events.removed(self.plan.take_removed())
         self._gauges.moved |= computes or step != _NOTHING
+        step.weights = self._weights.take()
         step.epoch, step.greet = self.handoff.epoch, not self.handoff.greeted
         step.idle = not computes and self.busy and not self.plan.busy
         if self.observer is not None:
@@ -265,6 +270,7 @@ class ConnectorScheduler:
             # may be wrong.
             self.device.release_stored(self.plan.jobs.void_stores())
             self.handoff.leases.withdraw_all(now)
+        self._take_weights(reports, now)
         released, received = self.handoff.on_reports(reports.arrivals, reports.notices, now)
         self.device.release(released)
         self.receipts.received(received, now)
@@ -282,6 +288,18 @@ class ConnectorScheduler:
         self.events.removed(self.plan.take_removed())
         if self.observer is not None:
             self.observer.reports_taken(reports)
+
+    def _take_weights(self, reports: StepReports, now: float) -> None:
+        """Take which weights the workers have. KV of former ones is neither offered nor shared."""
+        changed = self._weights.on_reports(reports.identities)
+        if changed:
+            self.handoff.leases.withdraw_all(now)
+        if self.tiers is None:
+            return
+        if (name := self._weights.settled()) is not None:
+            self.tiers.name_by(name)
+        elif changed:
+            self.tiers.name_by(os.urandom(16))
 
     def finish_request(self, request: Request) -> dict[str, Any] | None:
         """End a request; return the ``kv_transfer_params`` of its response. Blocks that are being
@@ -310,6 +328,11 @@ class ConnectorScheduler:
             self.tiers.reset()
         self.handoff.leases.withdraw_all(time.monotonic())
         self.events.cleared()
+        self._weights.look()
+
+    def weights_declared(self, version: str) -> None:
+        """See :class:`NamesWeights`."""
+        self._weights.look(version)
 
     def take_stats(self) -> KVConnectStats | None:
         """Return the counts since the last call, with the gauges if one changed."""
@@ -323,7 +346,8 @@ class ConnectorScheduler:
     @property
     def busy(self) -> bool:
         """Whether a job is open, so that the engine must keep stepping."""
-        return self.plan.busy or self.handoff.busy or bool(self.tiers and self.tiers.busy)
+        jobs = self.plan.busy or self.handoff.busy or bool(self.tiers and self.tiers.busy)
+        return jobs or self._weights.pending
 
     def _hashes(self, request: Request) -> tuple[Sequence[bytes], ...]:
         return translate.group_hashes(request, self.plan.groups, self._hash_tokens)

@@ -221,11 +221,16 @@ class TierScheduler:
         return promoted
 
     def reset(self) -> None:
-        """Start a new random scope of keys, shared with no other engine: the weights may change."""
+        """Start a new random scope of keys, shared with no other engine: the weights may change.
+        :meth:`name_by` ends it."""
         self._names.reset(os.urandom(16))
         self._keys.clear()
         self.plan.reset()
         self._offers.withdraw()
+
+    def name_by(self, weights: bytes) -> None:
+        """Name blocks by ``weights`` from now on, so that engines with the same find them."""
+        self._names.reset(weights)
 
     @property
     def busy(self) -> bool:

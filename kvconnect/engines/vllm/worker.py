@@ -18,14 +18,16 @@ from kvconnect.config import Config, check_fits, share_of_host_bytes
 from kvconnect.copy import make_copier
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.disaggregation_worker import make_handoffs
+from kvconnect.engines.vllm.disaggregation_worker import Before, make_handoffs
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.states import keeps_none
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.engines.vllm.tier_stores import make_lower_tiers
+from kvconnect.engines.vllm.weights import WorkerWeights
 from kvconnect.errors import Misuse
 from kvconnect.offload.host_tier import HostTier
 from kvconnect.offload.messages import JobReport, LoadBlocks
+from kvconnect.protocol.identity import Identity
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.types import Tier
 
@@ -65,7 +67,9 @@ class ConnectorWorker:
         self._tier: HostTier | None = None
         self._tiers: TierWorker | None = None
         self._agent: HandoffAgent | None = None
-        self._make_agent: Callable[..., HandoffAgent | None] = lambda: None
+        self._make_agent: Callable[..., HandoffAgent | None] = lambda **_: None
+        self._weights: WorkerWeights | None = None
+        self._looked = 0  # number of the last order to look at the weights
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Allocate the host tier and the secondary tiers for these caches. Caches that were
@@ -103,6 +107,8 @@ class ConnectorWorker:
             )
             if self._tiers is not None:
                 self._tiers.news = self._news
+        mixes = self._config.disaggregation.mix_weights
+        self._weights = self._weights or WorkerWeights(self._vllm_config, mixes=mixes)
         args = self._vllm_config, self._kv_cache_config, self._config, kv_caches
         self._make_agent = partial(make_handoffs, *args)
 
@@ -119,6 +125,8 @@ class ConnectorWorker:
         Not done in :meth:`register`: vLLM captures CUDA graphs after it, and a peer that measures
         its bandwidth makes this worker use the device, which would break a capture.
         """
+        if self._weights is not None:
+            self._weights.look()
         self._start_agent()
         agent, store = self._agent, self._tier.store if self._tier else None
         return WorkerHello(
@@ -127,14 +135,15 @@ class ConnectorWorker:
             address=agent.address if agent else None,
             receives=agent is not None,
             serves=self._tiers.address if self._tiers else None,
+            identity=self._identity,
         )
 
     def release_caches(self) -> None:
         """Stop to use the KV cache: vLLM frees its memory. Waits for copies; ends the hand-offs.
         Idempotent."""
         if self._agent is not None:
-            known = {"address": self._agent.address, "epoch": self._step.epoch}
-            self._make_agent = partial(self._make_agent, **known)
+            before = Before(self._agent.address, self._step.epoch)
+            self._make_agent = partial(self._make_agent, before=before)
             self._agent.close()
             self._agent = None
         if self._tier is not None:
@@ -146,8 +155,41 @@ class ConnectorWorker:
             self._tier.executor.resume()
         self._start_agent()
 
+    @property
+    def _identity(self) -> Identity:
+        return self._weights.identity if self._weights is not None else Identity()
+
+    def weights_updating(self, *, draft: bool) -> None:
+        """See :class:`HoldsWeights`. Until the update has ended, no peer's weights are the same."""
+        if self._weights is not None:
+            self._weights.updating(draft=draft)
+            self._show_weights()
+
+    def weights_updated(self, *, draft: bool, from_files: bool) -> None:
+        """See :class:`HoldsWeights`."""
+        if self._weights is not None:
+            self._weights.updated(draft=draft, from_files=from_files)
+            self._show_weights()
+
+    def weights_awake(self) -> None:
+        """See :class:`HoldsWeights`."""
+        if self._weights is not None:
+            self._weights.look()
+            self._show_weights()
+
+    def _show_weights(self) -> None:
+        """Tell peers and the scheduler which weights this worker has."""
+        place = translate.place(self._vllm_config.parallel_config)
+        self._reports.identities[place] = self._looked, self._identity
+        if self._agent is not None:
+            self._agent.set_identity(self._identity)
+
     def begin_step(self, step: StepInstructions) -> None:
         """Start the step's loads and receives before the forward; keep its stores for later."""
+        if step.weights is not None and self._weights is not None:
+            self._looked = step.weights.number
+            self._weights.look(step.weights.version)
+            self._show_weights()
         if step.greet:
             place = translate.place(self._vllm_config.parallel_config)
             self._reports.hellos[place] = self.hello()
@@ -254,7 +296,7 @@ class ConnectorWorker:
             self._tier.close()
 
     def _start_agent(self) -> None:
-        self._agent = self._agent or self._make_agent()
+        self._agent = self._agent or self._make_agent(identity=self._identity)
         if self._agent is not None:
             self._agent.news = self._news
 

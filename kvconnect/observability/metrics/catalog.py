@@ -67,7 +67,7 @@ _SENT = Label("outcome", ("done", "expired", "aborted"))
 _RECEIVED = Label("outcome", ("done", "failed", "aborted"))
 _ROLE = Label("role", ("send", "recv"))
 _AGREEMENT = ("protocol", "format", "groups", "block_size", "layers", "heads", "packing")
-_ACCESS = ("auth", "tls", "address", "ticket", "params", "transport", "rate", "prompt")
+_ACCESS = ("weights", "auth", "tls", "address", "ticket", "params", "transport", "rate", "prompt")
 _FIELD = Label("field", (*_AGREEMENT, *_ACCESS, OTHER))
 _STATE = Label("state", ("up", "connecting"))
 _TRANSPORT = Label("transport", ("tcp", "nixl"))
@@ -290,6 +290,9 @@ CATALOG: tuple[Metric, ...] = (
     Metric("handoff_peers", "gauge", "peers",
            "Workers of other engines that the first worker is connected to.", _PEERS,
            label=_STATE),
+    Metric("handoff_mixed_weights_peers", "gauge", "peers",
+           "Workers of other engines that the first worker is connected to although their weights "
+           "are others, since both sides set `mix_weights`.", _PEERS),
     Metric("handoff_leases", "gauge", "leases",
            "Active leases: requests whose blocks are kept for a decode engine.", _STEP,
            absent=(SGLANG,)),

@@ -16,6 +16,7 @@ from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
 from kvconnect.disaggregation.states import SessionState
 from kvconnect.errors import Refused
 from kvconnect.protocol import messages
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import GroupHello, Hello, Reject, Renew
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import Disconnect, Event, PeerDown, PeerId, PeerMessage, PeerUp
@@ -37,6 +38,7 @@ HELLO = Hello(
     engine_id="here",
     epoch=1,
     rank=Rank(0, 1, 0, 1),
+    identity=Identity(weights=Weights(files="same")),
     format={"model": "m"},
     groups=[GROUP],
 )

@@ -22,6 +22,7 @@ from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import LayerwisePush, deferring_frees
 from kvconnect.engines.sglang.rooms import PrefillRooms, is_room, room_of, transfer_of
 from kvconnect.errors import Incompatible
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, difference, identify
 from kvconnect.protocol.topology import head_range
 from kvconnect.stats import OffloadingConnectorStats
@@ -30,6 +31,7 @@ from kvconnect.types import Endpoint, Rank, Span
 PAGES, TOKENS, LAYERS, WIDTH, ROWS = 24, 4, 3, 8, 6
 HYBRID = 1  # the layer that has states beside its KV
 PATIENCE_S = 20.0
+SAME = Identity(weights=Weights(files="same"))
 ROOM = 2**63 - 9
 
 
@@ -46,7 +48,7 @@ class Rank1:
         self.aux = [torch.zeros(ROWS, 16, dtype=torch.int32), torch.zeros(ROWS, 40)]
         self.state = [torch.zeros(ROWS, 5, 7) for _ in range(2)] if state else []
         model = translate.Model("m", "float32", rank, kv_heads, (0, LAYERS), kv_heads == 1, -1)
-        self.cache = translate.describe(self.args(), model, 5.0)
+        self.cache = translate.describe(self.args(), model, 5.0, SAME)
         address = ("127.0.0.1", 0) if sends else None
         config = Config().replace(transport="tcp")
         self.agent = start_agent(config, self.cache, address, PATIENCE_S, True)
@@ -814,11 +816,11 @@ def test_a_cache_of_another_kind_is_refused(closing: ExitStack) -> None:
     args = source.args()
     model = translate.Model("m", "float32", source.rank, 4, (0, LAYERS + 1), False, -1)
     with pytest.raises(Incompatible, match="6 KV buffers for layers 0 to 4"):
-        translate.describe(args, model, 1.0)
+        translate.describe(args, model, 1.0, SAME)
     args.page_size = 5
     with pytest.raises(Incompatible, match="pages of 5 tokens"):
         translate.describe(
-            args, model.__class__("m", "float32", source.rank, 4, (0, LAYERS), False, -1), 1.0
+            args, model.__class__("m", "float32", source.rank, 4, (0, LAYERS), False, -1), 1.0, SAME
         )
 
 

@@ -13,6 +13,7 @@ from kvconnect.cache.pages import LayerPages, unit_segments
 from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
 from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.errors import Incompatible, Refused
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import Hello
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.stats import OffloadingConnectorStats
@@ -91,6 +92,7 @@ def hello_of(cache: Cache, layout: str = "BLHNC", tp: int = 1) -> Hello:
         engine_id="e",
         epoch=1,
         rank=Rank(0, tp, 0, 1),
+        identity=Identity(weights=Weights(files="same")),
         format=handoff_pages.whole_format(config, cache.config, cache.views),
         groups=handoff_pages.group_hellos(config, cache.config, cache.views, pages),
     )

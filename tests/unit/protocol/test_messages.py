@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import KVConnectError, ProtocolError
 from kvconnect.protocol.codec import MAX_MESSAGE
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import (
     MAX_TEXT,
     PROBE_READ_ID,
@@ -40,6 +41,7 @@ HELLO = Hello(
     engine_id="prefill-0",
     epoch=77,
     rank=Rank(1, 2, 0, 1),
+    identity=Identity(weights=Weights(files="f"), draft=Weights(version="v"), mixes_weights=True),
     format={"model": "m", "dtype": "bfloat16", "tokens_ahead": 1},
     groups=[
         GroupHello(

@@ -6,12 +6,14 @@ from collections import Counter
 from itertools import product
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvconnect.errors import Misuse, Refused
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import REFUSAL_FIELDS, GroupHello, Hello, decode, encode
 from kvconnect.protocol.negotiation import Agreement, negotiate
 from kvconnect.protocol.topology import head_range, served_heads, sources_for
@@ -42,6 +44,7 @@ def hello(*groups: GroupHello, rank: Rank = ONLY, **values: Any) -> Hello:
         "software": "s",
         "engine_id": "e",
         "epoch": 1,
+        "identity": Identity(weights=Weights(files="same")),
         "format": {"model": "m", "dtype": "bfloat16"},
     }
     return Hello(rank=rank, groups=list(groups) or [group(rank)], **(defaults | values))
@@ -342,3 +345,67 @@ def test_versions_and_features_may_differ() -> None:
     agreement = negotiate(ours, theirs)
     assert isinstance(agreement, Agreement)
     assert (agreement.protocol, agreement.features) == (2, frozenset({"b"}))
+
+
+# Weights ----------------------------------------------------------------------------------------
+
+
+def of(tp: int = 1, mixes: bool = False, draft: str = "", **weights: str) -> Hello:
+    identity = Identity(weights=Weights(**weights), draft=Weights(files=draft), mixes_weights=mixes)
+    return hello(identity=identity, rank=Rank(0, tp, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("reader", "source", "values"),
+    [
+        (of(files="a", version="1"), of(files="b", version="1"), ("'files a'", "'files b'")),
+        (of(files="a", version="1"), of(version="2"), ("'version 1'", "'version 2'")),
+        (of(parameters="p"), of(files="b", parameters="q"), ("'parameters p'", "'parameters q'")),
+        (of(tp=2, parameters="p"), of(parameters="p"), ("'parameters p'", "'parameters p'")),
+        (of(files="a"), of(version="2"), ("'files a'", "'version 2'")),
+        (of(), of(), ("'unknown'", "'unknown'")),
+        (
+            of(files="a", draft="d"),
+            of(files="a", draft="e"),
+            ("'draft files d'", "'draft files e'"),
+        ),
+        (of(files="a", mixes=True), of(files="b"), ("'files a'", "'files b'")),
+    ],
+)
+def test_other_weights_are_refused_with_both_values(
+    reader: Hello, source: Hello, values: tuple[str, str]
+) -> None:
+    with pytest.raises(Refused) as caught:
+        negotiate(reader, source)
+    assert caught.value.field == "weights"
+    expected = f"weights is {values[0]} on the decode side, {values[1]} on the prefill side: "
+    assert str(caught.value).startswith(expected)
+    for side in (reader, source):  # negative control: both engines mix weights on purpose
+        side.identity = replace(side.identity, mixes_weights=True)
+    assert all(value in negotiate(reader, source).mixed_weights for value in values)
+
+
+@pytest.mark.parametrize(
+    ("reader", "source"),
+    [
+        (of(files="a", version="1", parameters="p"), of(files="a", version="2", parameters="q")),
+        (of(files="a", version="1"), of(version="1", parameters="p")),
+        (of(files="a", parameters="p"), of(parameters="p")),
+        (of(tp=2, version="1", parameters="p"), of(version="1", parameters="q")),
+        (of(files="a", draft="d"), of(files="a")),
+    ],
+)
+def test_the_same_weights_meet_by_what_both_sides_know(reader: Hello, source: Hello) -> None:
+    assert negotiate(reader, source).mixed_weights == ""
+    assert decode(encode(reader)) == reader
+
+
+def test_an_older_hello_is_refused_for_its_protocol_and_not_its_lack_of_weights() -> None:
+    fields = msgspec.msgpack.decode(encode(hello(protocol=(1, 1))))
+    del fields["identity"]
+    older = decode(msgspec.msgpack.encode(fields))
+    assert isinstance(older, Hello)
+    for sides in ((older, hello()), (hello(), older)):
+        with pytest.raises(Refused, match="upgrade the older KVConnect") as caught:
+            negotiate(*sides)
+        assert caught.value.field == "protocol"

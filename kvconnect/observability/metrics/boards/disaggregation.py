@@ -254,6 +254,10 @@ _HELD = PanelRow(
                     now(series("handoff_transport_peers"), "transport"),
                     "read from over {{transport}}",
                 ),
+                Query(
+                    now(series("handoff_mixed_weights_peers"), "instance"),
+                    "with other weights, {{instance}}",
+                ),
             ),
             width=12,
         ),

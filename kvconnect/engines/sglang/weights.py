@@ -1,0 +1,284 @@
+"""Which weights an SGLang rank computes with, and how KVConnect learns that they change.
+
+SGLang tells its transfer and storage backends nothing of its weights. So this module hooks the
+functions of a scheduler's process that load and update them. All of it runs on the scheduler's
+thread. Importing it imports neither SGLang nor torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from kvconnect.cache.model_identity import loaded_files
+from kvconnect.protocol.identity import Identity, Weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvconnect.engines.loaded_weights import LoadedWeights
+
+logger = logging.getLogger(__name__)
+
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_UPDATER = f"{_SCHEDULER}_components.weight_updater.SchedulerWeightUpdaterManager"
+_MODELS = ("target", "draft")
+_UNDECLARED = ("", "default")  # versions
+
+
+@dataclass
+class _RankWeights:
+    """The weights of this process's rank.
+
+    Attributes:
+        runners: model runners, by model.
+        models: what is known of the models' weights; empty if nothing here depends on them.
+        start: the target's weights when the process started.
+        session: an update by parts is under way; the models that it updates.
+        version: that the session declares.
+        old_pages: pages of former weights may be in SGLang's own caches: none was flushed since.
+        unknown: the generation of pages while that is so.
+        asleep: the memory of the weights is gone.
+        listeners: are called when the weights change.
+    """
+
+    runners: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    models: dict[str, LoadedWeights] = field(default_factory=dict)
+    start: Weights = field(default_factory=Weights)
+    session: tuple[str, ...] = ()
+    version: str = ""
+    old_pages: bool = False
+    unknown: bytes = b""
+    asleep: bool = False
+    listeners: list[Callable[[], None]] = field(default_factory=list)
+
+
+_state = _RankWeights()
+_watching = False
+
+
+def watch() -> None:
+    """Register the hooks if this is a scheduler's process. The plugin calls this when loaded."""
+    global _watching
+    if _SCHEDULER not in sys.modules:
+        return  # other processes have no weights, and should not have to import a scheduler
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, before, after in (
+        (f"{_RUNNER}.load_model", None, _loaded),
+        (f"{_UPDATER}.update_weights_from_disk", _begin_all, _updated_from_disk),
+        (f"{_UPDATER}.update_weights_from_ipc", _begin_all, _updated_at_once),
+        (f"{_UPDATER}.begin_weight_update", _begin, None),
+        (f"{_UPDATER}.update_weights_from_tensor", None, _updated_part),
+        (f"{_UPDATER}.update_weights_from_distributed", None, _updated_part),
+        (f"{_UPDATER}.end_weight_update", None, _end),
+        (f"{_UPDATER}.release_memory_occupation", _release, None),
+        (f"{_UPDATER}.resume_memory_occupation", None, _resume),
+        (f"{_SCHEDULER}.Scheduler.handle_update_weight_version", None, _declared),
+        (f"{_SCHEDULER}.Scheduler.flush_cache", None, _flushed),
+    ):
+        if before is not None:
+            HookRegistry.register(target, before, HookType.BEFORE)
+        if after is not None:
+            HookRegistry.register(target, after, HookType.AFTER)
+    _watching = True
+
+
+def follow() -> None:
+    """Know from now on which weights this rank has; call it once they are loaded. Log a warning if
+    updates would go unnoticed."""
+    _follow()
+    if not _watching:
+        logger.warning(
+            "SGLang has not loaded KVConnect's plugin (is SGLANG_PLUGINS set?): restart the server "
+            "after an update of weights, or it uses stored pages of the old ones"
+        )
+
+
+def identity(*, mixes: bool = False) -> Identity:
+    """Return which weights this rank has."""
+    models = _follow()
+    draft = models["draft"].known if "draft" in models else Weights()
+    return Identity(weights=models["target"].known, draft=draft, mixes_weights=mixes)
+
+
+def listen(listener: Callable[[], None]) -> None:
+    """Have ``listener`` called when :func:`identity` may return something else."""
+    _state.listeners.append(listener)
+
+
+def generation() -> bytes:
+    """Return the part of page names that identifies the present weights: empty for those that the
+    process started with. After an update it is the same in all processes that were updated alike,
+    once the caches are flushed; until then it is known to this process alone."""
+    if _state.old_pages or not _state.models:
+        return _state.unknown
+    from kvconnect.engines.loaded_weights import generation_of
+
+    known = _state.models["target"].known
+    if known == _state.start and not _state.unknown:  # there was no update
+        return b""
+    return generation_of(_state.start, known)
+
+
+def _follow() -> dict[str, LoadedWeights]:
+    """Return what is known of the models. The first call finds out: files may change later."""
+    if not _state.models:
+        from sglang.srt.runtime_context import get_spec
+
+        from kvconnect.engines.loaded_weights import LoadedWeights
+
+        _state.models["target"] = LoadedWeights(_start_weights(), _parameters_of("target"))
+        if get_spec().speculative_draft_model_path:
+            _state.models["draft"] = LoadedWeights(_draft_weights(), _parameters_of("draft"))
+        for model in _state.models.values():
+            model.look()
+        _state.start = _state.models["target"].known
+    return _state.models
+
+
+def _start_weights() -> Weights:
+    from sglang.srt.runtime_context import get_model, get_serving
+
+    model, declared = get_model(), str(get_serving().weight_version or "")
+    version = "" if declared in _UNDECLARED else declared
+    path, revision = str(model.model_path), model.revision
+    files = "" if model.load_format == "dummy" else _files(path, revision)
+    if not (files or version) and revision and model.load_format != "dummy":
+        version = f"{path}@{revision}"
+    return Weights(files=files, version=version)
+
+
+def _draft_weights() -> Weights:
+    from sglang.srt.runtime_context import get_spec
+
+    spec = get_spec()
+    if spec.speculative_draft_load_format == "dummy":
+        return Weights()
+    path = str(spec.speculative_draft_model_path)
+    return Weights(files=_files(path, spec.speculative_draft_model_revision))
+
+
+def _files(path: str, revision: str | None) -> str:
+    from sglang.srt.runtime_context import get_model
+
+    model = get_model()
+    return loaded_files(path, revision, model.download_dir, model.load_format == "mistral")
+
+
+def _parameters_of(name: str) -> Callable[[], Iterable[torch.Tensor] | None]:
+    def parameters() -> Iterable[torch.Tensor] | None:
+        from sglang.srt.runtime_context import get_server_args
+
+        runner = _state.runners.get(name, lambda: None)()
+        # Experts that are moved between ranks change the parameters, not the model.
+        if runner is None or _state.asleep or get_server_args().enable_eplb:
+            return None
+        found: Iterable[torch.Tensor] = runner.model.parameters()
+        return found
+
+    return parameters
+
+
+def _show() -> None:
+    """Tell the listeners that this rank may have other weights."""
+    for listener in _state.listeners:
+        listener()
+
+
+# Hooks. What they are given is what SGLang's functions are: the object, and a request.
+
+
+def _loaded(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
+    _state.runners.setdefault(_MODELS[bool(runner.is_draft_worker)], ref(runner))
+
+
+def _begin_all(*_: Any, **__: Any) -> None:
+    _open(_MODELS)
+
+
+def _begin(updater: Any, request: Any, *_: Any, **__: Any) -> None:
+    if updater._session is None:
+        _open(tuple(name for name in _MODELS if request.selector in ("all", name)) or _MODELS)
+
+
+def _open(names: tuple[str, ...]) -> None:
+    """The weights of some models are being replaced."""
+    if not _state.models:
+        return
+    _state.session, _state.version = names, ""
+    _state.old_pages, _state.unknown = True, os.urandom(16)
+    for name, model in _state.models.items():
+        if name in names:
+            model.updating()
+    _show()
+
+
+def _close(*, files: str = "", version: str = "", failed: bool = False) -> None:
+    """The update is over; ``files``: of the target's new weights."""
+    for name, model in _state.models.items():
+        if failed or name not in _state.session:
+            model.look()
+        else:
+            model.updated(files=files if name == "target" else "", version=version)
+    _state.session = ()
+    _show()
+
+
+def _updated_from_disk(result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
+    """SGLang says that it failed if only its flush was refused; the weights are new then."""
+    failed = not result.success and "Weights were updated" not in result.message
+    files = "" if failed or not _state.models else _files(str(request.model_path), None)
+    _close(files=files, version=request.weight_version or "", failed=failed)
+
+
+def _updated_at_once(result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
+    failed = not result.success and "Weights were updated" not in result.message
+    _close(version=request.weight_version or "", failed=failed)
+
+
+def _updated_part(_result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
+    _state.version = request.weight_version or _state.version
+
+
+def _end(result: Any, *_: Any, **__: Any) -> None:
+    if result.success:
+        _close(version=_state.version)
+
+
+def _declared(_result: Any, _scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
+    for model in _state.models.values():
+        model.look(request.new_version)
+    _show()
+
+
+def _flushed(result: Any, *_: Any, **__: Any) -> None:
+    """SGLang has forgotten all pages, unless it refused to, as while requests run."""
+    if result is False or not _state.models or _state.session:
+        return
+    _state.old_pages = False
+    for model in _state.models.values():
+        model.look()
+    _show()
+
+
+def _release(_updater: Any, request: Any, *_: Any, **__: Any) -> None:
+    _state.asleep |= _has_weights(request.tags)
+
+
+def _resume(_result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
+    if _has_weights(request.tags):
+        _state.asleep = False
+        for model in _state.models.values():
+            model.look()
+        _show()
+
+
+def _has_weights(tags: Sequence[str] | None) -> bool:
+    return not tags or "weights" in tags

@@ -1,0 +1,103 @@
+"""Engines with other weights under one name are refused until both have the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engines.models import model_dir
+from tests.engines.pd import (
+    Pair,
+    assert_quiet,
+    one_clean_error,
+    pair,
+    pull,
+    push,
+    received_bytes,
+    refused,
+    standing_ticket,
+)
+from tests.engines.scenario import NEW, prompts
+from tests.engines.server import Server
+
+
+def change(folder: Path) -> None:
+    """Overwrite the weights of a checkpoint with others."""
+    path = folder / "model.safetensors"
+    rng = torch.Generator().manual_seed(5)
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weight.copy_(torch.randn(weight.shape, generator=rng) * weight.std())
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Checkpoints of the prefill and the decode engine, with one name and the same weights."""
+    found = tmp_path / "p" / "llama", tmp_path / "d" / "llama"
+    for folder in found:
+        shutil.copytree(model_dir("llama"), folder)
+    return found
+
+
+@pytest.fixture
+def engines(folders: tuple[Path, Path]) -> Iterator[Pair]:
+    (p, d) = ({"args": ("--model", str(folder))} for folder in folders)
+    with pair(prefill=p, decode=d) as both:
+        yield both
+
+
+def reload(server: Server) -> None:
+    """Load the weights that the engine's folder has now, as the documentation asks for."""
+    server.post("/collective_rpc", {"method": "reload_weights"})
+    server.post("/reset_prefix_cache?reset_external=true")
+
+
+def test_updated_alike_engines_meet_and_others_do_not(
+    folders: tuple[Path, Path], engines: Pair
+) -> None:
+    (p, d), asked = engines, prompts()
+    first = pull(p, d, asked[0], NEW).tokens
+    moved = received_bytes(d)
+    assert moved > 0
+
+    change(folders[0])
+    reload(p)
+    offer = standing_ticket(p)
+    with one_clean_error():
+        pull(p, d, asked[1], NEW)
+    with one_clean_error():
+        push(p, d, asked[2], NEW, offer)
+    assert received_bytes(d) == moved and refused(d, "weights") > 0
+    for log in (p.tail(1 << 20), d.tail(1 << 20)):
+        (line, *_) = [line for line in log.splitlines() if "weights is 'files" in line]
+        assert "on the decode side" in line and "on the prefill side" in line
+
+    change(folders[1])
+    reload(d)
+    p.post("/reset_prefix_cache?reset_external=true")
+    second = pull(p, d, asked[0], NEW)
+    assert received_bytes(d) > moved
+    alone = d.complete(asked[0], NEW)
+    assert second.tokens == alone.tokens != first
+    assert push(p, d, asked[3], NEW, offer).tokens == d.complete(asked[3], NEW).tokens
+    assert_quiet(p, d)
+
+
+def test_a_version_that_the_trainer_declares_counts_after_an_update(
+    folders: tuple[Path, Path], engines: Pair
+) -> None:
+    """Sleep and resets change nothing; nor does a version, for weights of the same files."""
+    (p, d), asked = engines, prompts()
+    for server in (p, d):
+        server.post("/sleep?level=1")
+        server.post("/wake_up")
+    assert pull(p, d, asked[0], NEW).tokens == d.complete(asked[0], NEW).tokens
+    assert received_bytes(d) > 0 and refused(d, "weights") == 0
+    assert_quiet(p, d)

@@ -1,0 +1,72 @@
+"""SGLang's calls that change weights, on a rank without a server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvconnect.engines.sglang import weights
+
+
+class Runner:
+    """A model runner of a scheduler, whose weights are ``model``'s parameters."""
+
+    is_draft_worker = False
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(4, 4)
+
+
+class Serving:
+    """SGLang's calls that change weights, as a scheduler's process makes them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.managers.scheduler_components.weight_updater import (
+            SchedulerWeightUpdaterManager as Updater,
+        )
+        from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.plugins.hook_registry import HookRegistry
+
+        def done(*_: object) -> SimpleNamespace:
+            return SimpleNamespace(success=True, message="")
+
+        for name in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update"):
+            monkeypatch.setattr(Updater, name, done)
+        monkeypatch.setattr(Updater, "update_weights_from_disk", done)
+        monkeypatch.setattr(Scheduler, "flush_cache", lambda flushes: flushes)
+        monkeypatch.setattr(Scheduler, "handle_update_weight_version", done)
+        monkeypatch.setattr(ModelRunner, "load_model", lambda _: None)
+        monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
+        monkeypatch.setattr(HookRegistry, "_patched", set())
+        monkeypatch.setattr(weights, "_watching", False)
+        weights.watch()
+        HookRegistry.apply_hooks()
+        self.updater: Any = Updater
+        self.scheduler: Any = Scheduler
+        self.runner = Runner()
+        self._load: Any = ModelRunner.load_model
+        self._patch = monkeypatch
+        self.start()
+
+    def start(self) -> None:
+        """Be another process, which loads the first weights."""
+        self._patch.setattr(weights, "_state", weights._RankWeights())
+        torch.nn.init.constant_(self.runner.model.weight, 1.0)
+        self._load(self.runner)
+
+    def begin(self) -> None:
+        self.updater.begin_weight_update(
+            SimpleNamespace(_session=None), SimpleNamespace(selector="all")
+        )
+
+    def end(self, version: str | None) -> None:
+        torch.nn.init.constant_(self.runner.model.weight, 2.0)
+        self.updater.update_weights_from_tensor(None, SimpleNamespace(weight_version=version))
+        self.updater.end_weight_update(None, SimpleNamespace())
+
+    def flush(self, done: bool = True) -> None:
+        self.scheduler.flush_cache(done)

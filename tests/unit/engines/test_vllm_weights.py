@@ -1,0 +1,172 @@
+"""How a vLLM engine's parts learn of its weights, from the calls that change them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvconnect.engines.vllm import weights
+from kvconnect.engines.vllm.messages import LookAtWeights
+from kvconnect.engines.vllm.weights import EngineWeights
+from kvconnect.protocol.identity import Identity, Weights
+
+
+class Worker:
+    """The methods of vLLM's worker that change weights. ``fails``: a reload raises."""
+
+    _weight_update_is_draft = False
+    fails = False
+
+    def get_kv_connector_handshake_metadata(self) -> str:
+        return "metadata"
+
+    def sleep(self, level: int = 1) -> None: ...
+
+    def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+    def discard(self, tags: tuple[str, ...]) -> None: ...
+
+    def start_weight_update(self) -> None:
+        self._weight_update_is_draft = False
+
+    def start_draft_weight_update(self) -> None:
+        self._weight_update_is_draft = True
+
+    def finish_weight_update(self) -> None: ...
+
+    def reset_weights(self) -> None: ...
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        if self.fails:
+            raise RuntimeError("no such file")
+
+
+class Core:
+    version = ""
+
+    def set_weight_version(self, weight_version: str) -> None:
+        self.version = weight_version
+
+
+class Part:
+    """A connector's part; it keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def weights_updating(self, *, draft: bool) -> None:
+        self.told.append(f"updating {draft}")
+
+    def weights_updated(self, *, draft: bool, from_files: bool) -> None:
+        self.told.append(f"updated {draft} {from_files}")
+
+    def weights_awake(self) -> None:
+        self.told.append("awake")
+
+    def weights_declared(self, version: str) -> None:
+        self.told.append(version)
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch) -> Part:
+    found = Part()
+    monkeypatch.setattr(weights, "Worker", type("MyWorker", (Worker,), {}))
+    monkeypatch.setattr(weights, "EngineCore", type("MyCore", (Core,), {}))
+    monkeypatch.setattr(weights._PresentWorker, "get", staticmethod(lambda: None))
+    monkeypatch.setattr(weights._PresentWorker, "asleep", False)
+    weights.follow_worker(found)
+    weights.follow_worker(found)  # idempotent
+    weights.follow_core(found)
+    return found
+
+
+def test_each_way_of_updating_is_told_once_and_in_order(part: Part) -> None:
+    worker: Any = weights.Worker()
+    assert worker.get_kv_connector_handshake_metadata() == "metadata"
+    assert weights._PresentWorker.get() is worker
+    worker.start_weight_update()
+    worker.finish_weight_update()
+    worker.start_draft_weight_update()
+    worker.finish_weight_update()
+    worker.reload_weights()
+    worker.reload_weights(weights_path="/new")
+    worker.reload_weights([("name", None)])
+    worker.reload_weights(weights_iterator=[])
+    assert part.told == [
+        *("updating False", "updated False False", "updating True", "updated True False"),
+        *("updating False", "updated False True") * 2,
+        *("updating False", "updated False False") * 2,
+    ]
+    core: Any = weights.EngineCore()
+    core.set_weight_version("12")
+    assert core.version == part.told[-1] == "12"
+
+
+def test_after_a_failed_reload_nothing_is_known(part: Part) -> None:
+    worker: Any = weights.Worker()
+    worker.fails = True
+    with pytest.raises(RuntimeError, match="no such file"):
+        worker.reload_weights()
+    assert part.told == ["updating False"]
+
+
+def test_weights_are_not_read_while_they_sleep(part: Part) -> None:
+    worker: Any = weights.Worker()
+    worker.sleep(2)
+    assert weights._PresentWorker.asleep
+    worker.wake_up(["kv_cache"])
+    assert weights._PresentWorker.asleep and not part.told
+    worker.wake_up(["weights"])
+    assert not weights._PresentWorker.asleep and part.told == ["awake"]
+    worker.discard(("weights",))
+    assert weights._PresentWorker.asleep
+    worker.wake_up()
+    assert not weights._PresentWorker.asleep
+
+
+A, B, P = Identity(weights=Weights(files="a")), Identity(weights=Weights(version="2")), (0, 0)
+Q = (0, 1)
+
+
+def test_an_engine_names_blocks_by_the_weights_that_all_workers_have() -> None:
+    engine = EngineWeights()
+    engine.greet({P: A, Q: A})
+    assert engine.take() is None
+    engine.look()
+    engine.look("2")
+    engine.look()  # a reset and a declared version before one step are one order
+    assert engine.pending and engine.take() == LookAtWeights(1, "2")
+    assert not engine.on_reports({P: (1, A)}) and engine.settled() is None
+    assert not engine.on_reports({Q: (1, A)}) and engine.settled() == b""
+
+    assert engine.on_reports({P: (1, B), Q: (1, B)})  # told; no order
+    assert engine.settled() is None
+    engine.look()
+    assert engine.take() == LookAtWeights(2, "")
+    engine.on_reports({P: (1, B), Q: (1, B)})  # of a step before the order
+    assert engine.settled() is None
+    engine.on_reports({P: (2, B), Q: (2, B)})
+    name = engine.settled()
+    assert name
+    other = EngineWeights()
+    other.greet({P: Identity(weights=Weights(files="b"))})  # other files and ranks
+    other.look()
+    other.take()
+    other.on_reports({P: (1, B)})
+    assert other.settled() == name
+
+
+def test_ranks_that_know_parameters_alone_name_them_together() -> None:
+    def name(*digests: str) -> bytes | None:
+        engine = EngineWeights()
+        places = [(0, rank) for rank in range(len(digests))]
+        engine.greet(dict.fromkeys(places, A))
+        engine.look()
+        engine.take()
+        found = [Identity(weights=Weights(parameters=digest)) for digest in digests]
+        engine.on_reports({place: (1, it) for place, it in zip(places, found, strict=True)})
+        return engine.settled()
+
+    assert name("p", "q") == name("p", "q") != name("p", "r")
+    assert name("p", "q") != name("q", "p")
