@@ -39,10 +39,11 @@ REFUSAL_FIELDS = frozenset(
         *("auth", "protocol", "ticket", "params", "groups", "window", "chunk", "block_tokens"),
         *("page_tokens", "splittable", "kv_heads", "heads", "row_bytes", "layers", "format"),
         *("model", "architecture", "dtype", "cache_dtype", "packing", "tokens_ahead", "other"),
-        *("transport", "rate", "prompt", "weights"),
+        *("transport", "rate", "prompt", "weights", "tls", "address"),
     }
 )
-"""Every ``field`` of a :class:`Refused` that a session or a ticket can raise: metric labels."""
+"""Every ``field`` of a :class:`Refused` between engines, and every cause of a connection that was
+rejected: the label values of ``handoff_refused``."""
 
 _INT64_MAX = (1 << 63) - 1
 

@@ -25,6 +25,7 @@ from kvconnect.offload.hint_plan import CACHE_HINT_OUTCOMES, KEPT
 from kvconnect.offload.index import QUARANTINED
 from kvconnect.offload.jobs import Owner
 from kvconnect.protocol.cache_hints import CacheHint, IgnoredHint
+from kvconnect.protocol.messages import REFUSAL_FIELDS
 from kvconnect.stats import (
     MOST_LABELS,
     OTHER,
@@ -66,9 +67,7 @@ _STORE_OUTCOME = Label(
 _SENT = Label("outcome", ("done", "expired", "aborted"))
 _RECEIVED = Label("outcome", ("done", "failed", "aborted"))
 _ROLE = Label("role", ("send", "recv"))
-_AGREEMENT = ("protocol", "format", "groups", "block_size", "layers", "heads", "packing")
-_ACCESS = ("weights", "auth", "tls", "address", "ticket", "params", "transport", "rate", "prompt")
-_FIELD = Label("field", (*_AGREEMENT, *_ACCESS, OTHER))
+_FIELD = Label("field", (*sorted(REFUSAL_FIELDS - {OTHER}), OTHER))
 _STATE = Label("state", ("up", "connecting"))
 _TRANSPORT = Label("transport", ("tcp", "nixl"))
 _THREAD = Label("thread", _values(ThreadKind))
