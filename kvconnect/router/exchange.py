@@ -22,6 +22,7 @@ from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.apis import Api
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
+from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.handoff_bodies import bodies, mooncake_ticket
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency, Tenant
@@ -148,6 +149,7 @@ class Exchange:
         try:
             client, services = self._tenant.name, self._services
             with (
+                FreedFrames(),
                 services.in_flight.enter(client),
                 services.retries.opened(),
                 services.bodies.allocation(client) as allocation,
@@ -217,15 +219,17 @@ class Exchange:
                 self._services.metrics.chosen(choice)
                 self._services.caches.sent(choice.targets, asked.prefix)
                 try:
-                    async with self._attempt(choice, asked.body) as attempt:
-                        return await self._relay(attempt, choice.mode, digest)
+                    with FreedFrames():
+                        async with self._attempt(choice, asked.body) as attempt:
+                            return await self._relay(attempt, choice.mode, digest)
                 except Rejected as error:
                     elsewhere = self._api.decode_only and error.answer.status in _NO_PATH
                     if not (elsewhere and failed_targets.add_unserved(fleet_view, choice)):
                         raise
                     failure = error
                 except UpstreamFailed as error:
-                    logger.warning("attempt to %s failed: %s", choice.mode.value, error)
+                    # As text: who keeps log records must not keep the error's frames.
+                    logger.warning("attempt to %s failed: %s", choice.mode.value, str(error))
                     self._services.fleet.recheck(choice)
                     losses += error.cause == "lost"
                     again = self._try_again(error, losses, digest)

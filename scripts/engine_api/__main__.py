@@ -16,6 +16,7 @@ from pathlib import Path
 
 from scripts.engine_api.check import problems
 from scripts.engine_api.digest import digest
+from scripts.engine_api.fields import request_text
 
 
 def main() -> int:
@@ -23,7 +24,11 @@ def main() -> int:
     parser.add_argument("package", choices=["vllm", "sglang"])
     parser.add_argument("where", type=Path, help="a wheel, or the folder that has the package")
     parser.add_argument("--check", action="store_true", help="print what is missing instead")
+    parser.add_argument("--fields", action="store_true", help="print requests' fields instead")
     options = parser.parse_args()
+    if options.fields:
+        sys.stdout.write(request_text(options.where, options.package))
+        return 0
     if options.check and options.package != "vllm":
         parser.error("--check knows vllm only: much of SGLang has no types")
     text = digest(options.where, options.package)

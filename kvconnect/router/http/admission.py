@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvconnect.errors import KVConnectError
 from kvconnect.router.api_keys import ApiKey
@@ -122,7 +122,7 @@ class BodyAllocation:
         self.taken = 0
         self.lost = False  # evicted, because other bodies needed the memory
         self._bodies = bodies
-        self._stop: Callable[[], object] | None = None
+        self._reader: asyncio.Task[Any] | None = None
 
     def take(self, size: int) -> None:
         """Take ``size`` more bytes.
@@ -134,22 +134,24 @@ class BodyAllocation:
         self._bodies.taken(self, size)
 
     @contextmanager
-    def arriving(self, stop: Callable[[], object]) -> Iterator[None]:
-        """Mark the body as incomplete for the block: it may be evicted, which calls ``stop``."""
-        self._stop = stop
+    def arriving(self, reader: asyncio.Task[Any] | None) -> Iterator[None]:
+        """Mark the body as incomplete for the block: eviction cancels ``reader``."""
+        # A frame that refers to the task that it fails in would keep the body.
+        self._reader, reader = reader, None
         self._bodies.arriving[self] = None
         try:
             yield
         finally:
             self._bodies.arriving.pop(self, None)
+            self._reader = None
 
     def evict(self) -> None:
         """Give all memory to another request, and stop this one."""
-        assert self._stop is not None, "only an incomplete body is evicted"
+        assert self._reader is not None, "only an incomplete body is evicted"
         self.lost = True
         self._bodies.arriving.pop(self, None)
         self.free()
-        self._stop()
+        self._reader.cancel()
 
     def free(self) -> None:
         """Give all memory back."""

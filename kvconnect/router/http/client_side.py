@@ -15,6 +15,7 @@ from aiohttp import HttpVersion11, web
 from kvconnect.router import body as bodies
 from kvconnect.router.apis import Api
 from kvconnect.router.body import Prompt, PromptPrefix
+from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import BodyAllocation, Busy, Tenant
 from kvconnect.router.http.pool import within
@@ -96,9 +97,12 @@ class RequestReader:
             ) from None
 
     async def _read(self, request: web.Request, room: BodyAllocation) -> bytearray:
-        body, task = bytearray(), asyncio.current_task()
-        assert task is not None
-        with room.arriving(task.cancel):
+        with FreedFrames():  # the connection keeps its error, and that the frames
+            return await self._pieces(request, room)
+
+    async def _pieces(self, request: web.Request, room: BodyAllocation) -> bytearray:
+        body = bytearray()
+        with room.arriving(asyncio.current_task()):
             while piece := await request.content.readany():
                 room.take(len(piece))
                 body += piece

@@ -224,8 +224,8 @@ def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
         bodies.allocation("b") as whole,
     ):
         with (
-            old.arriving(lambda: stopped.append("old")),
-            new.arriving(lambda: stopped.append("new")),
+            old.arriving(SimpleNamespace(cancel=lambda: stopped.append("old"))),  # type: ignore[arg-type]
+            new.arriving(SimpleNamespace(cancel=lambda: stopped.append("new"))),  # type: ignore[arg-type]
         ):
             old.take(20)
             new.take(20)
