@@ -89,6 +89,7 @@ PURE = (
         "tiers/messages.py",
         "tiers/planner.py",
         "tiers/lookup.py",
+        "tiers/search.py",
         "tiers/writeback.py",
         "tiers/offers.py",
         "tiers/removals.py",

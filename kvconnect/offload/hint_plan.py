@@ -52,7 +52,7 @@ class HintPlan:
 
     Attributes:
         written_first: returns which slots of blocks to demote are to be written to a secondary tier
-            first. They are demoted in :meth:`writing`.
+            first. They are demoted in :meth:`written`.
     """
 
     def __init__(
@@ -142,9 +142,8 @@ class HintPlan:
             self._count({name: blocks for name, blocks in outcomes.items() if name != PENDING})
         return dict(+outcomes)
 
-    def writing(self, slots: Iterable[int]) -> None:
-        """Demote the blocks that were to be written to a secondary tier first: that has begun, and
-        keeps them from eviction until it ends."""
+    def written(self, slots: Iterable[int]) -> None:
+        """Demote the blocks that were to be written to a secondary tier first: that has ended."""
         found = ((slot, self._demoting.pop(slot, None)) for slot in slots)
         self._index.policy.demote(
             [slot for slot, block in found if block and self._index.slot_of(*block) == slot]

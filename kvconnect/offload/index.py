@@ -91,6 +91,8 @@ class HostIndex:
             raise Misuse(f"block {block_hash.hex()} of group {group} is reserved twice")
         slot = self.slots.take()
         if slot is None:
+            if self.slots.busy == len(self.slots):
+                return None  # an eviction would look at all of them to learn this
             victim = self.policy.evict(self.slots.pins)
             if victim is None:
                 return None

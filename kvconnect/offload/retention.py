@@ -11,7 +11,7 @@ have half of each. So blocks of others always find slots.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import count
@@ -166,7 +166,9 @@ class Retention(EvictionPolicy):
         self._inner = inner
         self._hash_of = hash_of
         # Kept slots that the inner policy has evicted, in its order.
-        self._aside: dict[CacheHint, dict[int, None]] = {CacheHint.PIN: {}, CacheHint.RETAIN: {}}
+        self._aside: dict[CacheHint, OrderedDict[int, None]] = {
+            kind: OrderedDict() for kind in (CacheHint.PIN, CacheHint.RETAIN)
+        }
 
     def keep(self, slot: int, wanted: KeepTimes, now: float) -> KeepOutcome:
         """Keep the block of an inserted slot, as :meth:`KeptSlots.keep`."""
@@ -195,8 +197,7 @@ class Retention(EvictionPolicy):
         retained = self._aside[CacheHint.RETAIN]
         for slot in reversed(slots) if retained else ():  # a prompt's tail is evicted first
             if slot in retained:
-                del retained[slot]
-                retained[slot] = None
+                retained.move_to_end(slot)
         self._inner.touch(self._inside(slots))
 
     def settle(self, slots: Sequence[int]) -> None:
@@ -212,11 +213,14 @@ class Retention(EvictionPolicy):
             if victim not in self.kept.kinds:
                 return victim
             self._set_aside(victim)
-        for slot in self._aside[CacheHint.RETAIN]:
+        retained = self._aside[CacheHint.RETAIN]
+        for _ in range(len(retained)):
+            slot = next(iter(retained))
             if not pins[slot]:
                 self._take_back(slot)
                 self.kept.forget(slot)
                 return slot
+            retained.move_to_end(slot)  # else each eviction would meet it again
         return None
 
     def clear(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -140,12 +140,41 @@ class PendingPrefetches:
         for block in blocks:
             self._since.pop(block, None)
 
-    def any_since(self, rows: Iterable[tuple[int, Sequence[bytes]]], start: float) -> bool:
-        """Return whether the prefetch of any of these blocks began after ``start``."""
+    def since(self, block: Block) -> float:
+        """Return when the prefetch of a block began; before all times if it is not under way."""
+        return self._since.get(block, -math.inf)
+
+    def first_since(
+        self, rows: Iterable[tuple[int, Sequence[bytes]]], start: float
+    ) -> Block | None:
+        """Return one of these blocks whose prefetch began after ``start``; None without one."""
         since = self._since
         if not since:
-            return False
-        return any(since.get((group, it), start) > start for group, row in rows for it in row)
+            return None
+        blocks = ((group, block_hash) for group, row in rows for block_hash in row)
+        return next((block for block in blocks if since.get(block, start) > start), None)
+
+
+class PinnedSlots:
+    """Host slots that waiting requests are about to load. A slot that several share counts once."""
+
+    def __init__(self, index: HostIndex) -> None:
+        self._index = index
+        self._requests: Counter[int] = Counter()  # by slot
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def pin(self, slots: Sequence[int]) -> None:
+        self._index.pin(slots)
+        self._requests.update(slots)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        self._index.unpin(slots)
+        for slot in slots:
+            self._requests[slot] -= 1
+            if not self._requests[slot]:
+                del self._requests[slot]
 
 
 class _HostAndFound:
@@ -167,21 +196,6 @@ class _HostAndFound:
                 break
             slots.append(slot)
         return slots
-
-
-def missing_blocks(
-    index: HostIndex, groups: Sequence[CacheGroup], request: LookupRequest, misses: RecentMisses
-) -> Iterator[Block]:
-    """Yield the blocks that the host tier lacks. In a group with full attention, stop at the first
-    block that no tier has. If a source is named, it may have what others lacked."""
-    for number, row in request.rows(groups):
-        for block_hash in row:
-            if index.has(number, block_hash):
-                continue
-            if request.source or request.key(number, block_hash) not in misses:
-                yield number, block_hash
-            elif groups[number].is_full:
-                break
 
 
 def blocks_to_prefetch(

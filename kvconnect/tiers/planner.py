@@ -13,7 +13,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, leading_group
@@ -26,10 +25,10 @@ from kvconnect.tiers.lookup import (
     LookupRequest,
     OpenJobs,
     PendingPrefetches,
+    PinnedSlots,
     RecentMisses,
     TierJob,
     blocks_to_prefetch,
-    missing_blocks,
 )
 from kvconnect.tiers.messages import (
     SECONDARY_TIERS,
@@ -39,10 +38,9 @@ from kvconnect.tiers.messages import (
     TierInstructions,
     WriteBackBlocks,
 )
+from kvconnect.tiers.search import TierSearch
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
-
-_MAX_KEYS = 1 << 14  # of one lookup
 
 
 class TierLimits(NamedTuple):
@@ -77,24 +75,15 @@ class _Waiting:
     """A request that was looked up, until it ends."""
 
     request: LookupRequest
+    search: TierSearch
     asked: float
     deadline: float
     decided: bool = False
-    working: bool = False  # it has a job; otherwise it waits for another request's prefetch
+    working: bool = False  # it has a job; otherwise it may wait for another request's prefetch
+    awaited: Block | None = None  # a block of that prefetch
     pinned: list[int] = field(default_factory=list)  # slots that it is about to load
     promoted: dict[Tier, int] = field(default_factory=dict)  # tokens prefetched for it
     not_loaded: str | None = None  # why not all that the tiers have is prefetched for it
-
-    def pin(self, index: HostIndex, groups: Sequence[CacheGroup]) -> None:
-        """Pin the part of the prefix in the host tier until its load is planned."""
-        self.unpin(index)
-        rows = self.request.rows(groups)
-        self.pinned = [slot for number, row in rows for slot in index.ready_slots(number, row)]
-        index.pin(self.pinned)
-
-    def unpin(self, index: HostIndex) -> None:
-        index.unpin(self.pinned)
-        self.pinned = []
 
     def count(self, blocks: Sequence[Block], found: bytes, groups: Sequence[CacheGroup]) -> None:
         """Count promoted tokens by tier, those of the leading group."""
@@ -132,6 +121,7 @@ class TierPlan:
         self._planned = TierInstructions()
         self._jobs = OpenJobs(limits.workers, limits.deadline_s)
         self._misses = RecentMisses()
+        self._pinned = PinnedSlots(index)
         self.write_backs = WriteBacks(index, limits.slots, limits.reused, stats)
 
     @property
@@ -148,13 +138,15 @@ class TierPlan:
         if waiting is None:
             limits = self._limits
             wait_s = limits.deadline_s if request.prefetch_tokens else limits.wait_s
-            waiting = _Waiting(request, now, now + wait_s)
+            search = TierSearch(self._index, self._groups, request, self._misses)
+            waiting = _Waiting(request, search, now, now + wait_s)
             self._waiting[req_id] = waiting
-        start = now - self._limits.wait_s
-        follows = self._prefetching.any_since(request.rows(self._groups), start)
-        if not waiting.decided and not waiting.working and not follows:
-            waiting.working = self._look_up(req_id, request, now)
+        if not waiting.decided and not waiting.working and not self._follows(waiting, now):
+            searches = self._limits.searches or bool(request.source)
+            waiting.working = searches and self._look_up(req_id, waiting, now)
             waiting.decided = not waiting.working
+            if waiting.working:
+                self._stats.count("tier_lookups")
         return not waiting.decided
 
     def on_load_planned(self, req_id: str) -> dict[Tier, int]:
@@ -163,7 +155,7 @@ class TierPlan:
         waiting = self._waiting.get(req_id)
         if waiting is None:
             return {}
-        waiting.unpin(self._index)
+        self._unpin(waiting)
         promoted, waiting.promoted = waiting.promoted, {}
         return promoted
 
@@ -178,7 +170,7 @@ class TierPlan:
         waiting = self._waiting.pop(req_id, None)
         if waiting is None:
             return None
-        waiting.unpin(self._index)
+        self._unpin(waiting)
         return waiting.not_loaded
 
     def take(self, now: float) -> TierInstructions:
@@ -192,7 +184,7 @@ class TierPlan:
                 if not waiting.decided:
                     self._stats.count("tier_decisions", label="late")
                     waiting.decided, waiting.not_loaded = True, "late"
-                waiting.unpin(self._index)
+                self._unpin(waiting)
         for keys, slots in self.write_backs.take_jobs():
             self._stats.count("tier_written_blocks", len(keys))
             for key in keys:
@@ -227,7 +219,7 @@ class TierPlan:
         self._jobs.mark_stale()
         for waiting in self._waiting.values():
             waiting.decided = True
-            waiting.unpin(self._index)
+            self._unpin(waiting)
 
     def gauges(self, removals: int = 0) -> Iterator[tuple[str, float, str | None]]:
         """Yield (name, value, label) of the gauges. ``removals``: jobs that are not the plan's."""
@@ -246,19 +238,36 @@ class TierPlan:
             cause = FailureCause.DEADLINE.value
             self._stats.count("failed_blocks", len(job.slots), label=cause)
 
-    def _look_up(self, req_id: str, request: LookupRequest, now: float) -> bool:
-        """Plan a lookup. Return False if no secondary tier can have a block."""
-        if not (self._limits.searches or request.source):
-            return False
-        missing = missing_blocks(self._index, self._groups, request, self._misses)
-        blocks = tuple(islice(missing, _MAX_KEYS))
+    def _pin(self, waiting: _Waiting) -> None:
+        """Pin the part of a request's prefix in the host tier until its load is planned."""
+        self._unpin(waiting)
+        rows = waiting.request.rows(self._groups)
+        waiting.pinned = [it for group, row in rows for it in self._index.ready_slots(group, row)]
+        self._pinned.pin(waiting.pinned)
+
+    def _unpin(self, waiting: _Waiting) -> None:
+        self._pinned.unpin(waiting.pinned)
+        waiting.pinned = []
+
+    def _follows(self, waiting: _Waiting, now: float) -> bool:
+        """Return whether another request's prefetch, which has not run for too long, brings a block
+        of this one. Looks at one block only while it does."""
+        start = now - self._limits.wait_s
+        if waiting.awaited is None or self._prefetching.since(waiting.awaited) <= start:
+            rows = waiting.request.rows(self._groups)
+            waiting.awaited = self._prefetching.first_since(rows, start)
+        return waiting.awaited is not None
+
+    def _look_up(self, req_id: str, waiting: _Waiting, now: float) -> bool:
+        """Plan the next round of a lookup. Return False if no secondary tier can have a block of
+        use that is not found yet."""
+        blocks, request = waiting.search.next_round(), waiting.request
         if not blocks:
             return False
         keys = tuple(request.key(*block) for block in blocks)
         self._planned.pages.update(request.page_keys(blocks))
         number = self._jobs.add(TierJob(keys, array("q"), req_id, blocks), now)
         self._planned.lookups.append(LookupBlocks(number, keys, request.source))
-        self._stats.count("tier_lookups")
         return True
 
     def _end_lookup(self, req_id: str, finished: FinishedJob, now: float) -> None:
@@ -270,9 +279,10 @@ class TierPlan:
                 self._misses.add(key, now)
         if waiting is None or waiting.decided:
             return
-        pairs = zip(finished.job.blocks, finished.found, strict=True)
-        found = {block: tier for block, tier in pairs if tier}
-        blocks: list[Block] = []
+        waiting.search.take(finished.job.blocks, finished.found)
+        if self._look_up(req_id, waiting, now):
+            return
+        blocks, found = [], waiting.search.found
         if found:
             args = (self._index, self._groups, waiting.request, found)
             blocks, seconds, more_found, hinted = blocks_to_prefetch(*args, self._choose)
@@ -286,9 +296,8 @@ class TierPlan:
         self, req_id: str, waiting: _Waiting, blocks: Iterable[Block], now: float
     ) -> bool:
         """Plan a prefetch of the blocks that get slots. Return False if none gets one."""
-        waiting.pin(self._index, self._groups)  # before slots are evicted for it
-        pinned = sum(len(other.pinned) for other in self._waiting.values())
-        room = self._limits.slots - self._jobs.prefetch_slots - pinned
+        self._pin(waiting)  # before slots are evicted for it
+        room = self._limits.slots - self._jobs.prefetch_slots - len(self._pinned)
         placed: list[Block] = []
         slots: array[int] = array("q")
         for block in blocks:
@@ -333,7 +342,7 @@ class TierPlan:
                     waited = now - waiting.asked
                     self._stats.observe("load_exposed_seconds", waited, label=tier.value)
             waiting.count(blocks, found, self._groups)
-            waiting.pin(self._index, self._groups)
+            self._pin(waiting)
         pairs = zip(keys, slots, strict=True)
         places = [place for place, tier in zip(pairs, found, strict=True) if tier]
         lost = [block for block, tier in zip(blocks, found, strict=True) if not tier]

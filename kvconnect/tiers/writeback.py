@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class WriteBacks:
     ``reused``: write back only blocks that were loaded once.
 
     Attributes:
+        on_ended: is given the slots of each job that has ended.
         running: keys in jobs that have not ended, and in how many.
         ended_jobs: number of jobs that have ended.
     """
@@ -48,6 +49,7 @@ class WriteBacks:
         self._keys: dict[int, bytes] = {}  # of the slots in jobs
         self.running: Counter[bytes] = Counter()
         self.ended_jobs = 0
+        self.on_ended: Callable[[Sequence[int]], None] = lambda _: None
         self._writing = 0  # slots
 
     @property
@@ -121,6 +123,7 @@ class WriteBacks:
             if not self.running[key]:
                 del self.running[key]
         self.ended_jobs += 1
+        self.on_ended(slots)
 
     def timed_out(self, slots: Sequence[int]) -> None:
         """Let other jobs start in place of one that takes too long. Its slots stay pinned."""

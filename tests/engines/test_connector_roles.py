@@ -355,9 +355,12 @@ def test_a_demotion_waits_for_the_write_back(tmp_path: Path, stored_first: bool)
     assert (outcomes, used) == ({"demoted" if stored_first else "pending": 2}, 2)
     waits = len(half.plan.hints._demoting)
     (job,) = half.build_step(output(0, ([],))).tiers.write_backs
-    assert (waits, len(half.plan.hints._demoting), len(job.keys)) == (2, 0, 2)
+    assert (waits, len(half.plan.hints._demoting), len(job.keys)) == (2, 2, 2)
     assert counted(half, "cache_hint_blocks") == {"demoted": 2}
     assert half.plan.index.policy.evict(half.plan.index.slots.pins) is None  # they are read
+    half.on_reports(StepReports(answers=[TierAnswer(job.job, b"\1\1")]))
+    assert not half.plan.hints._demoting
+    assert half.plan.index.policy.evict(half.plan.index.slots.pins) == job.slots[1]
 
 
 def test_hints_come_in_vllm_s_envelope_too() -> None:

@@ -101,6 +101,7 @@ class TierScheduler:
         self._removals = Removals(write_backs, host.stats, workers, config.deadline_s)
         if self._writes:
             host.hints.written_first = self._written_first
+            write_backs.on_ended = host.hints.written
 
     def ask(
         self,
@@ -201,8 +202,6 @@ class TierScheduler:
     def take(self, now: float) -> TierInstructions:
         """Return this step's instructions for the workers."""
         work = self.plan.take(now)
-        for job in work.write_backs:
-            self._host.hints.writing(job.slots)
         work.removals = self._removals.take(now)
         self._offers.take(work)
         return work

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 class EvictionPolicy(ABC):
     """Decides which slot of a full tier loses its block. A pinned slot is never evicted.
 
-    The scheduler's thread owns a policy. Methods do not block and do no I/O.
+    The scheduler's thread owns a policy. Methods do not block and do no I/O. Over time, each takes
+    a number of operations that depends on the slots that it is given or that it evicts, not on how
+    many there are.
     """
 
     @abstractmethod
@@ -42,7 +44,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def evict(self, pins: Sequence[int]) -> int | None:
-        """Remove and return the next victim with ``pins[slot] == 0``; None if all are pinned."""
+        """Remove and return the next victim with ``pins[slot] == 0``; None if all are pinned.
+
+        A pinned slot that would have been the victim may count as used.
+        """
 
     @abstractmethod
     def clear(self) -> None:

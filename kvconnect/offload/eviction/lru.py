@@ -3,7 +3,8 @@
 A touch of N slots (a prompt) gives them a new generation and appends one list, a *batch*, to a
 queue. An entry is live while its slot has the batch's generation. Eviction skips stale entries; a
 sweep removes them when they outnumber the live ones. In a batch, the last block is evicted first,
-because a child is useless without its parents.
+because a child is useless without its parents. A pinned slot that an eviction meets is in use, and
+counts as used then.
 """
 
 from __future__ import annotations
@@ -57,29 +58,24 @@ class LRU(EvictionPolicy):
         self._alive -= 1
 
     def evict(self, pins: Sequence[int]) -> int | None:
-        kept: list[tuple[int, list[int]]] = []  # skipped batches with pinned slots, oldest first
+        pinned: list[int] = []
         victim = None
         while victim is None and self._batches:
             generation, slots = self._batches[0]
-            pinned: list[int] = []
             while slots and victim is None:
                 slot = slots.pop()
-                if self._stamp[slot] != generation:
-                    self._entries -= 1
-                elif pins[slot]:
-                    pinned.append(slot)
-                else:
-                    victim = slot
-            slots.extend(reversed(pinned))
-            if pinned:
-                kept.append((generation, slots))
+                self._entries -= 1
+                if self._stamp[slot] == generation:
+                    if pins[slot]:
+                        pinned.append(slot)
+                    else:
+                        victim = slot
+            if not slots:
                 self._batches.popleft()
-            elif not slots:
-                self._batches.popleft()
-        self._batches.extendleft(reversed(kept))
         if victim is not None:
-            self._entries -= 1
             self.remove(victim)
+        if pinned:
+            self.touch(pinned[::-1])  # else each eviction would meet them again
         return victim
 
     def clear(self) -> None:

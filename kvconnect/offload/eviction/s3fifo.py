@@ -7,26 +7,36 @@ when it returns. Source: "FIFO queues are all you need for cache eviction" (Yang
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import count
 
 from kvconnect.offload.eviction.base import EvictionPolicy
 
 _SMALL_SHARE = 0.1  # the paper's setting; its results hardly differ between 5 and 20 %
 _MAX_FREQUENCY = 3  # two bits per block
-_ABSENT, _SMALL, _MAIN, _DEMOTED = 0, 1, 2, 3
+_STALE = 0
+_SWEEP_MIN = 1024  # with fewer entries, a sweep costs more than the stale ones
 
 
 class S3FIFO(EvictionPolicy):
-    """S3-FIFO over ``capacity`` slots. A touch costs one byte store per block."""
+    """S3-FIFO over ``capacity`` slots. A touch costs one byte store per block.
+
+    A slot that is removed or demoted leaves its entry behind. Each entry has a stamp, and is live
+    while it is the last one of its slot; stale ones are skipped, and dropped when they outnumber
+    the live ones.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._small_target = max(1, int(capacity * _SMALL_SHARE))
         self._ghost_limit = capacity
-        self._small: deque[int] = deque()
-        self._main: deque[int] = deque()
-        self._demoted: deque[int] = deque()
-        self._where = bytearray(capacity)
+        self._small = _Queue()
+        self._main = _Queue()
+        self._demoted = _Queue()
+        self._in: list[_Queue | None] = [None] * capacity
+        self._stamp = array("Q", bytes(8 * capacity))  # of the slot's live entry
+        self._stamps = count(1)
         self._frequency = bytearray(capacity)
         self._hash: list[int] = [0] * capacity
         self._ghost: OrderedDict[int, None] = OrderedDict()
@@ -38,8 +48,7 @@ class S3FIFO(EvictionPolicy):
             self._ghost.pop(block_hash, None)
             self._frequency[slot] = 0
             self._hash[slot] = block_hash
-            self._where[slot] = _MAIN if returning else _SMALL
-            (self._main if returning else self._small).append(slot)
+            self._append(self._main if returning else self._small, slot)
 
     def touch(self, slots: Sequence[int]) -> None:
         frequency = self._frequency
@@ -51,73 +60,97 @@ class S3FIFO(EvictionPolicy):
         """Do nothing: the queues keep the order of insertion."""
 
     def demote(self, slots: Sequence[int]) -> None:
-        gone = set(slots)
-        for queue in (self._small, self._main, self._demoted):  # linear time, once for all slots
-            kept = [slot for slot in queue if slot not in gone]
-            queue.clear()
-            queue.extend(kept)
         for slot in slots:
-            self._demoted.appendleft(slot)
-            self._where[slot] = _DEMOTED
+            self.remove(slot)
             self._frequency[slot] = 0
+            self._append(self._demoted, slot, first=True)
 
     def remove(self, slot: int) -> None:
-        queues = {_SMALL: self._small, _MAIN: self._main, _DEMOTED: self._demoted}
-        queues[self._where[slot]].remove(slot)  # linear time, but only for few blocks
-        self._where[slot] = _ABSENT
+        queue = self._in[slot]
+        assert queue is not None
+        queue.live -= 1
+        self._in[slot] = None
+        self._stamp[slot] = _STALE
+        if len(queue.entries) > 2 * queue.live + _SWEEP_MIN:
+            queue.sweep(self._stamp)
 
     def evict(self, pins: Sequence[int]) -> int | None:
-        if self._demoted and (demoted := self._evict_demoted(pins)) is not None:
+        if self._demoted.live and (demoted := self._evict_demoted(pins)) is not None:
             return demoted
-        if len(self._small) >= self._small_target or not self._main:
+        if self._small.live >= self._small_target or not self._main.live:
             victim = self._evict_small(pins)
             return self._evict_main(pins) if victim is None else victim
         victim = self._evict_main(pins)
         return self._evict_small(pins) if victim is None else victim
 
     def clear(self) -> None:
-        self._small.clear()
-        self._main.clear()
-        self._demoted.clear()
+        for queue in (self._small, self._main, self._demoted):
+            queue.entries.clear()
+            queue.live = 0
         self._ghost.clear()
-        self._where = bytearray(len(self._where))
+        self._in = [None] * len(self._in)
+        self._stamp = array("Q", bytes(8 * len(self._stamp)))
+
+    def _append(self, queue: _Queue, slot: int, first: bool = False) -> None:
+        stamp = self._stamp[slot] = next(self._stamps)
+        self._in[slot] = queue
+        queue.live += 1
+        if first:
+            queue.entries.appendleft((slot, stamp))
+        else:
+            queue.entries.append((slot, stamp))
+
+    def _take(self, queue: _Queue) -> int:
+        """Remove and return the first slot of a queue that is not empty."""
+        while True:
+            slot, stamp = queue.entries.popleft()
+            if self._stamp[slot] == stamp:
+                queue.live -= 1
+                self._in[slot] = None
+                return slot
 
     def _evict_demoted(self, pins: Sequence[int]) -> int | None:
-        while self._demoted:
-            slot = self._demoted.popleft()
+        while self._demoted.live:
+            slot = self._take(self._demoted)
             if not (self._frequency[slot] or pins[slot]):
-                self._where[slot] = _ABSENT
                 return slot
             self._frequency[slot] = 0  # it is used again
-            self._where[slot] = _MAIN
-            self._main.append(slot)
+            self._append(self._main, slot)
         return None
 
     def _evict_small(self, pins: Sequence[int]) -> int | None:
-        for _ in range(len(self._small)):
-            slot = self._small.popleft()
-            if self._frequency[slot] or pins[slot]:  # a pinned slot counts as used again
-                self._frequency[slot] = 0
-                self._where[slot] = _MAIN
-                self._main.append(slot)
-            else:
+        while self._small.live:
+            slot = self._take(self._small)
+            if not (self._frequency[slot] or pins[slot]):
                 self._remember(slot)
-                self._where[slot] = _ABSENT
                 return slot
+            self._frequency[slot] = 0  # a pinned slot counts as used again
+            self._append(self._main, slot)
         return None
 
     def _evict_main(self, pins: Sequence[int]) -> int | None:
-        for _ in range(len(self._main) * (_MAX_FREQUENCY + 1)):
-            slot = self._main.popleft()
+        for _ in range(self._main.live * (_MAX_FREQUENCY + 1)):
+            slot = self._take(self._main)
             if self._frequency[slot]:
                 self._frequency[slot] -= 1
             elif not pins[slot]:
-                self._where[slot] = _ABSENT
                 return slot
-            self._main.append(slot)
+            self._append(self._main, slot)
         return None
 
     def _remember(self, slot: int) -> None:
         self._ghost[self._hash[slot]] = None
         if len(self._ghost) > self._ghost_limit:
             self._ghost.popitem(last=False)
+
+
+class _Queue:
+    """Entries (slot, stamp) from the first victim on, and how many of them are live."""
+
+    def __init__(self) -> None:
+        self.entries: deque[tuple[int, int]] = deque()
+        self.live = 0
+
+    def sweep(self, stamps: Sequence[int]) -> None:
+        """Drop the stale entries."""
+        self.entries = deque(entry for entry in self.entries if stamps[entry[0]] == entry[1])

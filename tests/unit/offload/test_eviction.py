@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvconnect.offload.eviction import LRU, S3FIFO, EvictionPolicy, make_policy
 from kvconnect.offload.eviction import lru as lru_module
+from kvconnect.offload.index import HostIndex
 
 SLOTS = 8
 FREE_PINS = [0] * 1000
@@ -38,6 +41,8 @@ class NaiveLRU(EvictionPolicy):
 
     def evict(self, pins: Sequence[int]) -> int | None:
         victim = next((slot for slot in self.order if not pins[slot]), None)
+        met = self.order if victim is None else self.order[: self.order.index(victim)]
+        self.order = [*self.order[len(met) :], *met]  # those pinned count as used
         if victim is not None:
             self.order.remove(victim)
         return victim
@@ -209,6 +214,108 @@ def test_lru_memory_is_bounded_however_often_blocks_are_used(
     assert sorted(policy.evict(FREE_PINS) or 0 for _ in range(SLOTS)) == list(range(SLOTS))
     monkeypatch.setattr(LRU, "_sweep", lambda self: None)
     assert grown(LRU(SLOTS)) > 2 * SLOTS + 16 + 3
+
+
+class Counted(list[int]):
+    """Numbers by slot; counts how often one is read."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+class CountedQueue(deque[Any]):
+    """Counts the entries that are added, taken and looked at, of all queues together."""
+
+    operations = 0
+
+    def append(self, entry: Any) -> None:
+        CountedQueue.operations += 1
+        super().append(entry)
+
+    def popleft(self) -> Any:
+        CountedQueue.operations += 1
+        return super().popleft()
+
+    def __iter__(self) -> Iterator[Any]:
+        CountedQueue.operations += len(self)
+        return super().__iter__()
+
+
+class ScansPinned(LRU):
+    """Looks at each slot, the pinned ones too, in each eviction."""
+
+    def evict(self, pins: Sequence[int]) -> int | None:
+        if all(pins[slot] for slot in range(len(self._stamp))):
+            return None
+        return super().evict([pins[slot] for slot in range(len(self._stamp))])
+
+
+class SearchesQueues(S3FIFO):
+    """Looks for the entry of a slot that is removed."""
+
+    def remove(self, slot: int) -> None:
+        for queue in (self._small, self._main, self._demoted):
+            if any(entry[0] == slot for entry in queue.entries):
+                break
+        super().remove(slot)
+
+
+def operations(
+    policy: LRU | S3FIFO, slots: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> float:
+    """Return the operations for each of many evictions, removals and demotions in a tier where the
+    oldest quarter of the slots is pinned, as by write-backs to a slow disk."""
+    monkeypatch.setattr(CountedQueue, "operations", 0)
+    pins, stamps = Counted([0] * slots), Counted([0] * slots)
+    policy._stamp = stamps  # type: ignore[assignment]
+    for start in range(0, slots, 100):
+        policy.insert(range(start, start + 100), range(start, start + 100))
+    pins[: slots // 4] = [1] * (slots // 4)
+    pins.reads = stamps.reads = CountedQueue.operations = 0
+    for number in range(rounds):
+        victim = policy.evict(pins)
+        assert victim is not None
+        policy.insert([victim], [slots + number])
+        if number % 3 == 1:
+            policy.remove(victim)
+            policy.insert([victim], [slots + number])
+        elif number % 3 == 2:
+            policy.demote([victim])
+    return (pins.reads + stamps.reads + CountedQueue.operations) / rounds
+
+
+@pytest.mark.parametrize("name", ["lru", "s3fifo"])
+def test_evictions_removals_and_demotions_cost_the_same_in_any_tier(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over as many as there are slots: a pinned slot is met once in that time."""
+    monkeypatch.setattr("kvconnect.offload.eviction.lru.deque", CountedQueue)
+    monkeypatch.setattr("kvconnect.offload.eviction.s3fifo.deque", CountedQueue)
+    small, large = (
+        operations(make_policy(name, slots), slots, slots, monkeypatch)  # type: ignore[arg-type]
+        for slots in (1000, 30_000)
+    )
+    assert large <= 2 * small  # large tiers sweep more often
+    broken = ScansPinned if name == "lru" else SearchesQueues
+    small, large = (operations(broken(n), n, 50, monkeypatch) for n in (1000, 10_000))
+    assert large > 3 * small
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_a_tier_of_which_every_slot_is_in_use_is_not_searched(policy: Any) -> None:
+    index = HostIndex(4, 1, make_policy(policy, 4))
+    slots = [index.reserve(0, bytes([number])) or 0 for number in range(4)]
+    index.commit(slots[:3])
+    index.pin(slots[:3])
+    evictions: list[Any] = []
+    real = index.policy.evict
+    index.policy.evict = lambda pins: evictions.append(pins) or real(pins)  # type: ignore[method-assign]
+    assert index.reserve(0, b"new") is None and not evictions
+    index.unpin(slots[:1])  # control
+    assert index.reserve(0, b"new") == slots[0] and evictions
 
 
 class Tier:

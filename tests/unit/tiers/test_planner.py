@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -276,9 +278,68 @@ def test_windowed_groups_prefetch_what_their_window_reaches() -> None:
     bench, hashes = Bench(HYBRID, slots=16, share=16), prompt("a", 4)
     bench.stored = dict.fromkeys([*keys(hashes), *keys(hashes, 1)[2:]], 1)
     assert bench.plan.lookup("r", bench.request(hashes), 0.0)
-    bench.step()
+    asked = [key for _ in range(2) for lookup in bench.step().lookups for key in lookup.keys]
+    assert asked == [*keys(hashes), keys(hashes, 1)[3]]
     (prefetch,) = bench.step().prefetches
     assert sorted(prefetch.keys) == sorted([*keys(hashes), keys(hashes, 1)[3]])
+
+
+GEMMA = (*[CacheGroup(4, window=17)] * 3, CacheGroup(4))
+
+
+def rounds(bench: Bench, request: LookupRequest) -> list[list[tuple[int, bytes]]]:
+    """Have a request looked up and prefetched; return the blocks (group, hash) of each round."""
+    asked = []
+    assert bench.plan.lookup("r", request, 0.0)
+    for _ in range(20):
+        work = bench.step()
+        if work.prefetches:
+            return asked
+        names = {
+            request.key(number, block_hash): (number, block_hash)
+            for number, row in enumerate(request.hashes)
+            for block_hash in row
+        }
+        asked += [[names[key] for key in lookup.keys] for lookup in work.lookups]
+    return asked
+
+
+@pytest.mark.parametrize("most", [8, 1 << 14])
+def test_a_prompt_of_any_length_is_looked_up_in_rounds(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leading group comes first; of the others, only what the prefix found so far needs."""
+    monkeypatch.setattr("kvconnect.tiers.search.MAX_KEYS", most)
+    bench, hashes = Bench(GEMMA, slots=128, share=128), prompt("a", 20)
+    bench.stored = {key: 1 for number in range(4) for key in keys(hashes, number)}
+    asked = rounds(bench, bench.request(hashes))
+    lead = [block for block in (block for one in asked for block in one) if block[0] == 3]
+    assert lead == [(3, block_hash) for block_hash in hashes]
+    assert max(map(len, asked)) <= most
+    assert sum(map(len, asked)) == 20 + 3 * 4
+    assert not bench.plan.lookup("r", bench.request(hashes), 0.0)
+    assert [bench.ready(hashes[16:], number) for number in range(3)] == [4, 4, 4]
+    assert bench.ready(hashes, 3) == 20
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("last", [0, 1, 7, 15, 31])
+def test_where_windows_lack_blocks_the_prefix_ends_before(last: int, named: bool) -> None:
+    """Windows are there up to the end of one block, full attention everywhere."""
+    bench, hashes = Bench((CacheGroup(4), CacheGroup(4, window=5)), 128, share=128), prompt("a", 40)
+    bench.stored = dict.fromkeys([*keys(hashes), keys(hashes, 1)[last]], 1)
+    request = bench.request(hashes)._replace(source=SOURCE if named else ())
+    asked = rounds(bench, request)
+    assert len(asked) <= 4  # not one for each of 40 prefixes
+    assert len({block for one in asked for block in one}) == sum(map(len, asked))
+    assert (bench.ready(hashes), bench.ready(hashes[last:], 1)) == (last + 1, 1)
+
+
+def test_behind_a_gap_of_the_leading_group_no_other_group_is_asked() -> None:
+    bench, hashes = Bench(HYBRID, slots=16, share=16), prompt("a", 6)
+    bench.stored = dict.fromkeys([*keys(hashes[:3]), *keys(hashes, 1)], 1)
+    asked = rounds(bench, bench.request(hashes))
+    assert asked == [[(0, it) for it in hashes], [(1, hashes[2])]]
 
 
 def test_where_all_groups_have_windows_it_is_all_or_nothing() -> None:
@@ -297,8 +358,8 @@ def test_tokens_are_those_of_the_group_with_full_attention() -> None:
     bench, hashes = Bench(HYBRID[::-1], slots=16, share=16), prompt("a", 4)
     bench.stored = dict.fromkeys([*keys(hashes), *keys(hashes, 1)], REMOTE)
     assert bench.plan.lookup("r", bench.request(hashes), 0.0)
-    bench.step()
-    bench.step()
+    for _ in range(3):
+        bench.step()
     assert bench.plan.on_load_planned("r") == {Tier.REMOTE: 16}
 
 
@@ -435,6 +496,64 @@ def test_what_a_request_waits_for_is_not_displaced_by_other_prefetches() -> None
     bench.plan.on_load_planned("r1")
     bench.plan.on_load_planned("r2")
     assert not bench.index.slots.busy
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_slots_that_many_requests_pin_count_once(shared: bool) -> None:
+    """Control: slots of their own leave no room."""
+    bench = Bench(slots=64, share=8)
+    for number in range(4):
+        head = prompt("head" if shared else f"head{number}", 4)
+        own = prompt(f"own{number}", 1)
+        if not bench.ready(head):
+            bench.store(head)
+        bench.stored.update(dict.fromkeys(keys(own), 1))
+        assert bench.plan.lookup(f"r{number}", bench.request([*head, *own]), 0.0)
+    prefetched = sum(len(bench.step().prefetches) for _ in range(3))
+    assert prefetched == (4 if shared else 1)
+    assert bench.counted("tier_decisions").get("no_space", 0) == 4 - prefetched
+    for number in range(4):
+        bench.plan.forget(f"r{number}")
+    assert not len(bench.plan._pinned)
+    bench.take()
+    assert not bench.index.slots.pins.count(1) or bench.plan.write_backs.running
+
+
+class Reads(list[bytes]):
+    """Hashes of a prompt; counts how many of them are read."""
+
+    def __init__(self, hashes: Sequence[bytes], seen: Counter[str]) -> None:
+        super().__init__(hashes)
+        self.seen = seen
+
+    def __getitem__(self, at: Any) -> Any:
+        got = super().__getitem__(at)
+        self.seen["blocks"] += len(got) if isinstance(at, slice) else 1
+        return got
+
+
+@pytest.mark.parametrize("state", ["asked", "follows", "decided"])
+@pytest.mark.parametrize("blocks", [10, 1000])
+def test_a_request_that_waits_costs_the_same_for_any_prompt(state: str, blocks: int) -> None:
+    bench, seen = Bench(slots=2 * blocks, share=2 * blocks), Counter[str]()
+    hashes = prompt("a", blocks)
+    request = bench.request(Reads(hashes, seen))
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    if state == "follows":
+        assert bench.plan.lookup("first", bench.request(hashes), 0.0)
+        bench.step()
+        bench.take()  # its prefetch is under way
+        assert bench.plan.lookup("r", request, 0.1)
+    else:
+        assert bench.plan.lookup("r", request, 0.0)
+    if state == "decided":
+        bench.step()
+        bench.step()
+    assert seen["blocks"] >= blocks  # the first look is at all of them
+    seen.clear()
+    for _ in range(10):
+        assert bench.plan.lookup("r", request, 0.2) is (state != "decided")
+    assert not seen["blocks"]
 
 
 def test_a_prefetch_does_not_evict_the_head_of_its_own_prefix() -> None:
