@@ -282,7 +282,8 @@ class TierPlan:
         waiting.search.take(finished.job.blocks, finished.found)
         if self._look_up(req_id, waiting, now):
             return
-        blocks, found = [], waiting.search.found
+        found = waiting.search.found
+        blocks: list[Block] = []
         if found:
             args = (self._index, self._groups, waiting.request, found)
             blocks, seconds, more_found, hinted = blocks_to_prefetch(*args, self._choose)
