@@ -24,9 +24,10 @@ from kvconnect.disaggregation.agent import HandoffAgent, start_agent
 from kvconnect.engines.sglang import layerwise, translate
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.rooms import PrefillRooms
-from kvconnect.protocol.identity import Identity
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.types import Endpoint, Rank
 
+SAME = Identity(weights=Weights(version="of this benchmark"))
 LAYERS, HEADS, WIDTH, PAGE = 32, 8, 128, 16  # of a model of 8 billion weights
 CHUNK = 512  # tokens
 PAGES = CHUNK // PAGE
@@ -45,7 +46,7 @@ class Side:
             "hooks", "bfloat16", ALONE, HEADS, (0, LAYERS), is_mla=False, device=-1
         )
         args = _arguments(self.tensors)
-        self.cache = translate.describe(args, model, TIMEOUT_S, Identity())
+        self.cache = translate.describe(args, model, TIMEOUT_S, SAME)
         self.names = translate.layer_names(self.cache, args)
         self.agent = start_agent(Config().replace(transport="tcp"), self.cache, address, TIMEOUT_S)
 
