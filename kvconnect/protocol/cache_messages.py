@@ -33,6 +33,7 @@ from msgspec import Meta
 
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol.codec import MAX_MESSAGE, PROTOCOL, decode_struct
+from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import ReadId
 
 MAX_ASKED = 4096
@@ -76,6 +77,7 @@ class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
         layout: fingerprint of a whole block's bytes in a slot.
         groups: per KV-cache group, the units of a page that this worker has, with their bytes.
         pages: of a block, per group: pages are what is asked for. Empty: each block is one page.
+        identity: which weights the worker computes with.
         nonce: of a reader that can read the memory of a source on its machine; else empty.
     """
 
@@ -85,6 +87,7 @@ class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
     layout: _Fingerprint
     groups: Annotated[list[_Units], Meta(min_length=1, max_length=64)]
     pages: Annotated[list[_Pages], Meta(max_length=64)] = []
+    identity: Identity = Identity()
     nonce: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
 
 

@@ -17,6 +17,7 @@ from itertools import pairwise
 from kvconnect.cache.keys import group_of
 from kvconnect.cache.layout import Geometry
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.identity import Identity
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import Store
 from kvconnect.tiers.messages import (
@@ -79,6 +80,11 @@ class TierWorker:
 
     def __repr__(self) -> str:
         return f"<TierWorker {self._tiers}>"
+
+    def set_identity(self, identity: Identity) -> None:
+        """The worker has these weights from now on; peers are told."""
+        if self._peers is not None:
+            self._peers.set_identity(identity)
 
     @property
     def address(self) -> tuple[str, int] | None:

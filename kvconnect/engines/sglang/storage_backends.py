@@ -24,6 +24,7 @@ from kvconnect.cache.model_identity import model_folder, model_name, weights_nam
 from kvconnect.cache.pages import LayerPages
 from kvconnect.cache.record_format import RecordFormat, fingerprint
 from kvconnect.config import Config
+from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.runtime_context import rank_number
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.host_arena import HostArena
@@ -68,7 +69,9 @@ def make_stores(
 
     def peers() -> Store:
         blocks = _shared_blocks(config, fields, records, memory, pools)
-        return PeerStore(start_agent(config, blocks, rank_number()), blocks)
+        agent = start_agent(config, blocks, rank_number())
+        weights.listen(lambda: agent.set_identity(weights.identity()))
+        return PeerStore(agent, blocks)
 
     return make_tiers(config.tiers, {Tier.DISK: disk, Tier.PEER: peers, Tier.REMOTE: remote})
 
@@ -94,10 +97,12 @@ def _shared_blocks(
         raise ConfigError("page_tokens", asked, fix)
     layout = fingerprint(fields)
     if records is not None:
-        return SharedBlocks(memory, [[records.units]], records.form.fingerprint, layout)
+        units, form = [[records.units]], records.form.fingerprint
+        return SharedBlocks(memory, units, form, layout, weights.identity())
     nbytes = pools[PoolName.KV].get_data_page(0, flat=True).nbytes
     whole = (HeadUnit(0, ((0, nbytes),)),)
-    return SharedBlocks(memory, [[whole]], fingerprint({**fields, "bytes": nbytes}), layout)
+    form = fingerprint({**fields, "bytes": nbytes})
+    return SharedBlocks(memory, [[whole]], form, layout, weights.identity())
 
 
 def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:

@@ -127,6 +127,8 @@ class ConnectorWorker:
         """
         if self._weights is not None:
             self._weights.look()
+        if self._tiers is not None:
+            self._tiers.set_identity(self._identity)
         self._start_agent()
         agent, store = self._agent, self._tier.store if self._tier else None
         return WorkerHello(
@@ -183,6 +185,8 @@ class ConnectorWorker:
         self._reports.identities[place] = self._looked, self._identity
         if self._agent is not None:
             self._agent.set_identity(self._identity)
+        if self._tiers is not None:
+            self._tiers.set_identity(self._identity)
 
     def begin_step(self, step: StepInstructions) -> None:
         """Start the step's loads and receives before the forward; keep its stores for later."""

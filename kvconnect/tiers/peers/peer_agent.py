@@ -31,6 +31,7 @@ from kvconnect.protocol.cache_messages import (
     encode,
 )
 from kvconnect.protocol.codec import PROTOCOL, common_protocol
+from kvconnect.protocol.identity import Identity, Weights, other_weights
 from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import StoreMeter, parse_settings
@@ -103,12 +104,14 @@ class _Connection:
 
 class SharedBlocks(NamedTuple):
     """What a worker shares: the host tier, per KV-cache group the units of each page of a block in
-    a slot, the fingerprint of the units' format, and that of a slot's layout."""
+    a slot, the fingerprint of the units' format, that of a slot's layout, and the weights that it
+    has."""
 
     host: HostArena
     layouts: Sequence[Sequence[Sequence[HeadUnit]]]
     fingerprint: bytes
     layout: bytes
+    identity: Identity = Identity()
 
 
 class Reader(NamedTuple):
@@ -158,6 +161,7 @@ class PeerAgent:
             format=blocks.fingerprint,
             layout=blocks.layout,
             groups=sizes,
+            identity=blocks.identity,
             pages=[len(pages) for pages in groups],
         )
         self._meter = StoreMeter()
@@ -170,6 +174,7 @@ class PeerAgent:
         self._dialler = Dialler(sources, options.addresses(), clock)
         self._peers: dict[PeerId, _Connection] = {}
         self._closed = threading.Event()
+        self._meets_again = threading.Event()  # with another hello
         transport.register(ArenaMemory(host))
         self.address = _listen(transport, options.listen, number)
         kind, stopped = threads.ThreadKind.PEERS, self._closed.is_set
@@ -197,6 +202,13 @@ class PeerAgent:
         For any thread."""
         return self.reader.questions.find(keys, groups, self._dialler.peers(source))
 
+    def set_identity(self, identity: Identity) -> None:
+        """The worker has these weights from now on: meet all peers again if they are others. For
+        any thread."""
+        if identity != self._hello.identity:
+            self._hello = msgspec.structs.replace(self._hello, identity=identity)
+            self._meets_again.set()
+
     def take_stats(self) -> OffloadingConnectorStats | None:
         """Return the counts since the last call. Any thread may call this."""
         return self._meter.take()
@@ -216,9 +228,17 @@ class PeerAgent:
             if now - ticked >= _TICK_S:
                 ticked = now
                 self._dialler.tick(now)
+                self._end_all()
             for event in self._transport.poll(_TICK_S):
                 with contained(partial(self._end, event.peer)):
                     self._on_event(event)
+
+    def _end_all(self) -> None:
+        """End all connections if the weights have changed; the dialler makes them again."""
+        if self._meets_again.is_set():
+            self._meets_again.clear()
+            for peer in self._peers:
+                self._transport.submit(Disconnect(peer, "the weights have changed"))
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, PeerUp):
@@ -270,13 +290,22 @@ class PeerAgent:
             self._dialler.forget(peer)
             return
         address = self._dialler.address(peer)
-        if hello.format != self._hello.format:
+        same_part = hello.layout == self._hello.layout
+        other = other_weights(self._hello.identity, hello.identity, same_part=same_part)
+        if other is not None and _are_known(self._hello, hello):
+            text = "the peer at %s has other weights, %r there and %r here: nothing is shared"
+            logger.warning(text, address or peer, other[1], other[0])
+        elif hello.format != self._hello.format:
             logger.warning("the peer at %s keeps other blocks: nothing is shared", address or peer)
         else:
-            same = hello.layout == self._hello.layout
             if address is not None:
-                self.reader.sources.add(peer, connection.path, hello, same)
-            elif self._access.gives and same and hello.nonce and is_this_machine(connection.host):
+                self.reader.sources.add(peer, connection.path, hello, same_part)
+            elif (
+                self._access.gives
+                and same_part
+                and hello.nonce
+                and is_this_machine(connection.host)
+            ):
                 self._serving.tell_memory(peer, hello.nonce)
             connection.agreed = True
         self._dialler.answered(peer)
@@ -306,6 +335,12 @@ class PeerAgent:
         if not isinstance(error, KVConnectError):  # a bug here
             logger.error("unexpected error; this connection ends", exc_info=error)
         self._transport.submit(Disconnect(peer, f"{type(error).__name__}: {error}"))
+
+
+def _are_known(*hellos: CacheHello) -> bool:
+    """Whether something is known of all workers' weights. Else their formats say what they are: a
+    model's name, where its files are not there."""
+    return all(hello.identity.weights != Weights() for hello in hellos)
 
 
 def start_agent(config: Config, blocks: SharedBlocks, number: int) -> PeerAgent:

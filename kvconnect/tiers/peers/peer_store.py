@@ -12,6 +12,7 @@ from itertools import chain
 from kvconnect.bounded import remember
 from kvconnect.cache.keys import group_of
 from kvconnect.errors import Misuse
+from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
@@ -55,6 +56,10 @@ class PeerStore(Store):
     def served(self) -> ServedBlocks:
         """What other engines may read."""
         return self._agent.served
+
+    def set_identity(self, identity: Identity) -> None:
+        """See :meth:`PeerAgent.set_identity`."""
+        self._agent.set_identity(identity)
 
     @property
     def address(self) -> tuple[str, int] | None:
