@@ -22,8 +22,16 @@ from tests.engines.pd import (
     refused,
     standing_ticket,
 )
-from tests.engines.scenario import NEW, prompts
-from tests.engines.server import Server
+from tests.engines.scenario import (
+    FULL,
+    HOST,
+    NEW,
+    assert_nothing_leaks,
+    disk,
+    prompts,
+    settle,
+)
+from tests.engines.server import Answer, Server, kv_transfer
 
 
 def change(folder: Path) -> None:
@@ -101,3 +109,26 @@ def test_a_version_that_the_trainer_declares_counts_after_an_update(
     assert pull(p, d, asked[0], NEW).tokens == d.complete(asked[0], NEW).tokens
     assert received_bytes(d) > 0 and refused(d, "weights") == 0
     assert_quiet(p, d)
+
+
+def test_stored_blocks_are_of_the_weights_that_they_were_computed_with(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, prompt = folders[0], prompts()[0]
+    settings = kv_transfer(
+        host_bytes=HOST, load_when="always", listen="off", disk=disk(tmp_path / "disk")
+    )
+    with Server("llama", settings, args=("--model", str(folder))) as server:
+        first = server.complete(prompt, NEW).tokens
+        settle(server)
+        change(folder)
+        reload(server)
+        settle(server)
+        second = server.complete(prompt, NEW)
+        assert second.cached == 0 and second.tokens != first
+        settle(server)
+        shutil.copy(folders[1] / "model.safetensors", folder)
+        reload(server)
+        settle(server)
+        assert server.complete(prompt, NEW) == Answer(first, FULL), "they are on the disk"
+        assert_nothing_leaks(server)

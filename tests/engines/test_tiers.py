@@ -93,7 +93,9 @@ def test_disk_outlives_kill_9_and_flipped_bytes(tmp_path: Path) -> None:
         assert (salted.tokens, salted.cached) == (expected("llama").fresh[0], 0)
         settle(second)
         second.post("/reset_prefix_cache?reset_external=true")
-        assert [answer.cached for answer in ask(second)] == [0] * COUNT  # weights may have changed
+        settle(second)  # the workers look whether the weights have changed
+        assert [answer.cached for answer in ask(second)] == [FULL] * COUNT
+        assert hits(second, "disk") == 2 * COUNT * FULL, "host memory is forgotten"
         settle(second)
         assert_nothing_leaks(second)
     with Server("llama", settings) as third:
