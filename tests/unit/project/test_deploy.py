@@ -14,9 +14,12 @@ import kubernetes_validate
 import pytest
 import tomllib
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from kvconnect.config import parse_config
 from kvconnect.router.flags import add_flags, options_of
+from kvconnect.router.fleet.sources.local import DNS_EVERY_S
 from tests.boards import ALERTS, FOLDER
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -134,11 +137,59 @@ def test_images_are_of_one_version() -> None:
     images += [service["image"] for service in compose()["services"].values()]
     docker = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
     images += [line.split()[1] for line in docker if line.startswith("FROM ")]
-    assert len(images) == 4
+    assert len(images) == 5
     for image in images:
         assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(\.dev\d+)?", image), image
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert kustomization["images"] == [{"name": "kvconnect", "newTag": version}]
+
+
+def context_of_images() -> set[str]:
+    """Files of the checkout that may get into an image, as .dockerignore says: none but those that
+    it names, and no built ones."""
+    first, *others = (
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    assert first == "*", "what is not named stays out"
+    return {line[1:] for line in others if line.startswith("!")}
+
+
+def test_an_image_sees_nothing_but_what_it_is_built_from() -> None:
+    named = context_of_images()
+    assert all((ROOT / name).exists() for name in named), named
+    for secret in (".git", "deploy", "deploy/compose/grafana-password", ".venv", "docs", "tests"):
+        assert not any(secret == name or secret.startswith(f"{name}/") for name in named), secret
+    for needed in ("pyproject.toml", "setup.py", "README.md", "kvconnect", "kernels"):
+        assert needed in named
+
+
+def test_images_install_what_is_locked() -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip (?:install|wheel) [^&\n]*", text)
+    assert len(installs) == 3
+    for command in installs:
+        assert "--no-deps" in command, "what is not in the lock"
+        assert any(
+            word in command for word in ("--require-hashes", "--no-index", "--no-build-isolation")
+        ), command
+    locked = lock("router")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [*project["dependencies"], *project["optional-dependencies"]["router"]]
+    for requirement in map(Requirement, needed):
+        assert locked[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+    tested = lock("vllm")
+    both = locked.keys() & tested.keys()
+    assert both and {name: locked[name] for name in both} == {name: tested[name] for name in both}
+
+
+def lock(name: str) -> dict[str, str]:
+    """Package -> version in a lock; each has hashes."""
+    text = (ROOT / "requirements" / f"{name}.lock").read_text()
+    found = re.findall(r"^([\w.-]+)==([\w.]+)(.*?)\\\n    --hash=sha256:", text, re.M)
+    assert len(found) == len(re.findall(r"^\w", text, re.M))
+    return {canonicalize_name(package): version for package, version, _ in found}
 
 
 def admitted(policy: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -163,6 +214,31 @@ def test_policies_admit_who_needs_to_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("name", PLACES)
+def test_a_pod_has_time_to_be_forgotten_and_to_finish(name: str) -> None:
+    """Otherwise a rolling update cuts requests; a test of engines shows that this is enough."""
+    spec = pod(name)["spec"]
+    (container,) = spec["containers"]
+    assert spec["terminationGracePeriodSeconds"] > pause_of(container) + drain_of(container)
+    assert pause_of(container) > DNS_EVERY_S + 5  # and what a name server may remember
+    (deployment,) = (doc for doc in manifests(name) if doc["kind"] == "Deployment")
+    rolling = deployment["spec"]["strategy"]["rollingUpdate"]
+    assert rolling == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def pause_of(container: dict[str, Any]) -> float:
+    """Seconds between a pod's leaving of its Service and SIGTERM."""
+    program, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert program == "sleep"
+    return float(seconds)
+
+
+def drain_of(container: dict[str, Any]) -> float:
+    """Seconds that requests have after SIGTERM."""
+    (flag,) = (arg for arg in container["args"] if re.match("--(shutdown|drain)-timeout=", arg))
+    return float(flag.partition("=")[2])
+
+
+@pytest.mark.parametrize("name", PLACES)
 def test_services_and_the_monitor_find_the_pods(name: str) -> None:
     template = pod(name)
     labels = template["metadata"]["labels"]
@@ -180,7 +256,7 @@ def test_services_and_the_monitor_find_the_pods(name: str) -> None:
 @pytest.mark.parametrize(("name", "role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
 def test_engines_get_settings_that_exist(name: str, role: str) -> None:
     (container,) = pod(name)["spec"]["containers"]
-    _, flag, text = container["args"]
+    flag, text = container["args"][-2:]
     settings = json.loads(text.replace("$(POD_IP)", "10.1.2.3"))
     assert (flag, settings["kv_role"]) == ("--kv-transfer-config", role)
     config = parse_config(settings["kv_connector_extra_config"])
