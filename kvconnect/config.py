@@ -243,13 +243,14 @@ def parse_config(extra: Mapping[str, Any]) -> Config:
         seconds = values.get(field, _LONGEST_S)
         if type(seconds) not in (int, float) or not 0 < seconds <= _LONGEST_S:
             fix = f"use seconds, more than 0 and at most {_LONGEST_S}"
-            raise ConfigError(field, seconds, fix)
+            raise ConfigError(field, seconds, _as_number(seconds, fix))
     mixes = values.get("mix_weights", False)
     if type(mixes) is not bool:
         raise ConfigError("mix_weights", mixes, "use true or false")
     share = values.get("pin_share", 0)
     if type(share) not in (int, float) or not 0 <= share <= MOST_PINNED:
-        raise ConfigError("pin_share", share, f"use a share, 0 to {MOST_PINNED}")
+        fix = f"use a share, 0 to {MOST_PINNED}"
+        raise ConfigError("pin_share", share, _as_number(share, fix))
     _check_network(values)
     nested: dict[str, Any] = {}
     for key, value in values.items():
@@ -308,10 +309,16 @@ def config_from_environment(environ: Mapping[str, str]) -> Config:
     return parse_config(extra)
 
 
+def _as_number(value: object, fix: str) -> str:
+    """Return what to do instead of ``value``, which may be a number in quotes."""
+    return f"{fix}, as a number, not text" if isinstance(value, str) else fix
+
+
 def _check_network(values: dict[str, Any]) -> None:
     connections = values.get("connections", 1)
     if type(connections) is not int or not 1 <= connections <= _MOST_CONNECTIONS:
-        raise ConfigError("connections", connections, f"use 1 to {_MOST_CONNECTIONS}")
+        fix = f"use 1 to {_MOST_CONNECTIONS}"
+        raise ConfigError("connections", connections, _as_number(connections, fix))
     for field, what in (("key_file", "path"), ("tls_dir", "path"), ("nixl_backend", "name")):
         if not isinstance(values.get(field, ""), str):
             raise ConfigError(field, values[field], f"use a {what}")

@@ -131,12 +131,15 @@ _BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
 
 
 def read_body(raw: bytes | bytearray) -> dict[str, Any]:
-    """Return the JSON object in ``raw``, without the fields that only the router may set.
+    """Return the JSON object in ``raw``, without the fields that only the router may set. A byte
+    order mark before it is skipped, as engines do.
 
     Raises:
         Refused: not a JSON object in UTF-8, or too many fields; the message says where.
     """
     try:
+        if raw.startswith(codecs.BOM_UTF8):
+            raw = raw[len(codecs.BOM_UTF8) :]
         _check_encoding(raw)
         body = _fields(raw)
         if _EXTRA in body:

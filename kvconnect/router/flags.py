@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.api_keys import ApiKey, parse_api_keys
@@ -88,6 +89,12 @@ def _sources_of(arguments: argparse.Namespace) -> Sources:
             flag, named = f"{role.value}-{kind}", getattr(arguments, f"{role.value}_{kind}")
             if named:
                 by_role[role] = check_hosts(flag, named)
+    if path := arguments.workers_file:
+        try:
+            Path(path).open("rb").close()
+        except OSError as error:
+            fix = f"name a file that can be read: {error.strerror}"
+            raise ConfigError("workers-file", path, fix) from error
     etcd = check_etcd(arguments.etcd)
     return Sources(arguments.workers_file, hosts["dns"], hosts["kubernetes"], etcd)
 

@@ -77,7 +77,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             "7",
         ),
         *("--queue", "8", "--queue-timeout", "9", "--drain-timeout", "11"),
-        *("--workers-file", "/w", "--prefill-dns", "http://p:1", "--decode-dns", "http://d:2"),
+        *("--workers-file", str(keys), "--prefill-dns", "http://p:1", "--decode-dns", "http://d:2"),
         *("--prefill-kubernetes", "http://s.n:3", "--etcd", "http://e:2379/kv"),
         *("--shared-port", "--tls-cert", "/c", "--tls-key", "/k", "--api-key-file", str(keys)),
         *("--admin-token-file", str(token), "--admin-host", "::1", "--admin-port", "82"),
@@ -90,7 +90,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         push_min_tokens=256,
         limits=RouterLimits(30.0, 40.0, 7, 8, 9.0, 11.0),
         sources=Sources(
-            "/w",
+            str(keys),
             {Role.PREFILL: ("http://p:1",), Role.DECODE: ("http://d:2",)},
             {Role.PREFILL: ("http://s.n:3",)},
             "http://e:2379/kv",
@@ -123,6 +123,10 @@ def test_a_unified_router_needs_no_prefill_engine(monkeypatch: pytest.MonkeyPatc
             "--decode-kubernetes http://a: name the port",
         ),
         ([*NEEDED, "--etcd", "http://a:2379"], "--etcd http://a:2379: use a URL with a prefix"),
+        (
+            [*NEEDED, "--workers-file", "/none"],
+            "--workers-file /none: name a file that can be read: No such file or directory\n",
+        ),
         ([*NEEDED, "--admin-token-file", "/none"], "--admin-token-file /none: name a file"),
         ([*NEEDED, "--api-key-file", "/dev/null"], "others may write it"),
         ([*NEEDED, "--tls-cert", "/c"], "--tls-cert /c: name --tls-cert and --tls-key"),

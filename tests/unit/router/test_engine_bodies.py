@@ -729,3 +729,12 @@ def test_intervals_out_of_range_are_refused(field: str, settings: dict[str, floa
 def test_a_negative_push_threshold_is_refused() -> None:
     with pytest.raises(ConfigError, match="push-min-tokens"):
         RouterOptions((), (), push_min_tokens=-1)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_a_byte_order_mark_before_a_body_is_skipped(kind: type[bytes] | type[bytearray]) -> None:
+    mark, body = b"\xef\xbb\xbf", '{"prompt": "é"}'.encode()
+    assert read_body(kind(mark + body)) == read_body(kind(body))
+    for wrong in (mark + mark + body, b"{" + mark + body[1:], mark):
+        with pytest.raises(Refused, match="not a JSON object"):
+            read_body(kind(wrong))

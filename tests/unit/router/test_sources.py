@@ -1,19 +1,20 @@
-"""Engines from Kubernetes: the real client, and a server that speaks the part of Kubernetes' REST
-protocol that matters here."""
+"""Engines from a file, and from Kubernetes: the real client, and a server that speaks the part of
+Kubernetes' REST protocol that matters here."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from kvconnect.router.fleet.sources import configured_sources, kubernetes
+from kvconnect.router.fleet.sources import configured_sources, kubernetes, local
 from kvconnect.router.options import Sources
 from kvconnect.router.policy.loads import Engine, Role
 from tests.fakes.engine import on_loop, until
@@ -180,3 +181,38 @@ def test_each_source_is_opened_once_under_its_name() -> None:
         "etcd",
     ]
     assert list(configured_sources(Sources())) == []
+
+
+@on_loop
+async def test_a_file_that_is_gone_is_logged_once_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reads = 0
+
+    async def read(work: Callable[[], str]) -> str:
+        nonlocal reads
+        reads += 1
+        return work()
+
+    async def read_often(more: int) -> None:
+        enough = reads + more
+        await until(lambda: reads >= enough)
+
+    monkeypatch.setattr(local, "FILE_EVERY_S", 0.0)
+    monkeypatch.setattr(local, "asyncio", SimpleNamespace(to_thread=read, sleep=asyncio.sleep))
+    path = tmp_path / "engines"
+    path.write_text("prefill http://a:1\n")
+    source = local.follow_file(str(path), lambda *_: None)
+    assert [w.url for w in (await anext(source))[Role.PREFILL]] == ["http://a:1"]
+    waiting = asyncio.ensure_future(anext(source))
+    for _ in range(2):
+        caplog.clear()
+        path.unlink()
+        await read_often(5)
+        (said,) = caplog.messages
+        assert said.count(str(path)) == 1 and "No such file" in said and not waiting.done()
+        path.write_text("prefill http://a:1\n")
+        await read_often(3)
+    path.write_text("prefill http://b:1\n")
+    assert [w.url for w in (await waiting)[Role.PREFILL]] == ["http://b:1"]
+    await source.aclose()

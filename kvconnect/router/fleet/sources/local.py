@@ -19,15 +19,21 @@ FILE_EVERY_S = 1.0
 
 
 async def follow_file(path: str, refuse: OnRefused) -> EngineSource:
-    """Poll the file; yield its engines whenever its text changes."""
+    """Poll the file; yield its engines whenever its text changes. That it cannot be read is logged
+    once, until it can; its engines stay."""
     last: str | None = None
+    why = ""
     named: NamedEngines = {}
     while True:
         try:
             text = await asyncio.to_thread(Path(path).read_text)
         except (OSError, ValueError) as error:  # missing, or not text
-            logger.warning("%s: %s", path, error)
+            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            if said != why:
+                logger.warning("%s: %s; its engines stay as they were", path, said)
+            why = said
         else:
+            why = ""
             if text != last:
                 last = text
                 named = parse(text, named, refuse)
