@@ -20,6 +20,7 @@ from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.disaggregation_worker import Before, make_handoffs
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.received_blocks import ReceivedBlocks
 from kvconnect.engines.vllm.states import keeps_none
 from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.engines.vllm.tier_stores import make_lower_tiers
@@ -81,6 +82,7 @@ class ConnectorWorker:
         """
         self.close()
         self._agent = self._tiers = self._tier = None
+        self._received = ReceivedBlocks(self._kv_cache_config, kv_caches)
         share = _worker_share(self._vllm_config, self._config)
         if share and keeps_none(self._kv_cache_config):
             logger.warning("prefix caching is off, so vLLM keeps no states: nothing is offloaded")
@@ -205,6 +207,7 @@ class ConnectorWorker:
         if self._tier is not None:
             self._tier.begin(step.offload.loads, step.offload.stores)
         if self._agent is not None:
+            self._received.zero(step.disaggregation.receives)
             self._agent.begin_step(step.disaggregation, step.epoch)
         self._step = step
 
