@@ -118,6 +118,8 @@ class DecodeExecutor:
             self._receiver.alive(session.peer, message.wants, time.monotonic())
         elif isinstance(message, PagesReady):
             session.meter.all_ready(message.want)
+            actions = self._receiver.ready(session.peer, message.want, message.cached)
+            self._run_actions(actions)
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
 

@@ -98,6 +98,7 @@ class _AwaitedPages:
     units: dict[int, _UnitLayers] = field(default_factory=dict)
     got: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, layer) -> bit set
     left: int = 0  # wire blocks that have not arrived, counted once per layer
+    ready: bool = False  # the peer has computed them all, and said what it had cached
 
     def start(self, peer: int, views: Mapping[int, GroupView], block_tokens: Sequence[int]) -> None:
         """Derive the pages that the peer has to send."""
@@ -158,6 +159,7 @@ class _ReceiveJob:
     reads: list[_AwaitedPages] = field(default_factory=list)
     cause: FailureCause | None = None  # why the job was given up
     detail: str = ""  # what the peer said of it
+    cached: int = 0  # tokens of the prompt that the peer's engine had
     failures: dict[tuple[int, int], FailureCause] = field(default_factory=dict)
 
     def give_up(self, cause: FailureCause) -> list[Action]:
@@ -190,7 +192,9 @@ class _ReceiveJob:
         for place in places:
             self.failures.setdefault(place, self.cause or FailureCause.REFUSED)
         failures = (FailedBlock(*place, -1, cause) for place, cause in self.failures.items())
-        return ReceiveReport(self.receive.job, tuple(failures), detail=self.detail)
+        return ReceiveReport(
+            self.receive.job, tuple(failures), detail=self.detail, cached=self.cached
+        )
 
 
 class _ConnectedPeer(NamedTuple):
@@ -278,10 +282,15 @@ class DecodePlanner:
             block_id = span.block_ids[block - span.first] // read.ratios[group]
             job.failures[group, block_id] = FailureCause.DIGEST
         job.progress_at = now
-        if read.left:
+        return self._complete(read)
+
+    def ready(self, peer: int, read_id: int, cached: int) -> list[Action]:
+        """The peer has computed every page of a read; its engine had ``cached`` tokens."""
+        read = self._reads.get((peer, read_id))
+        if read is None or read.state is not TransferState.MOVING:
             return []
-        read.state = TRANSFER.after(read.state, Event.COMPLETED)
-        return self._advance(job)
+        read.ready, read.job.cached = True, max(read.job.cached, cached)
+        return self._complete(read)
 
     def failed(
         self, peer: int, read_id: int, cause: FailureCause, detail: str = ""
@@ -346,6 +355,13 @@ class DecodePlanner:
         job = read.job.receive
         spans = tuple(span for _, span in sorted(read.spans.items()))
         return [RequestPages(peer, read.read_id, job.transfer, job.early, spans, job.prompt)]
+
+    def _complete(self, read: _AwaitedPages) -> list[Action]:
+        """End a read that has everything: its pages, and the peer's word if the job needs it."""
+        if read.left or (read.job.receive.counted and not read.ready):
+            return []
+        read.state = TRANSFER.after(read.state, Event.COMPLETED)
+        return self._advance(read.job)
 
     def _fail(self, job: _ReceiveJob, cause: FailureCause) -> list[Action]:
         return job.give_up(cause) + self._advance(job)

@@ -202,7 +202,11 @@ class Leases:
         return True
 
     def offer(
-        self, req_id: str, computed_tokens: int, block_ids: Sequence[Sequence[int]]
+        self,
+        req_id: str,
+        computed_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        cached_tokens: int = 0,
     ) -> list[int]:
         """Offer what this step completes; return device blocks that the caller must hold now.
 
@@ -212,6 +216,7 @@ class Leases:
         Args:
             computed_tokens: of the request, this step's included.
             block_ids: per group, the request's block table.
+            cached_tokens: of the prompt, those that the engine had and did not compute.
         """
         lease = self._requests.get(req_id)
         if lease is None or lease.ended or lease.computed:
@@ -228,7 +233,7 @@ class Leases:
             return []
         held = [block for span in spans for block in span.block_ids]
         if spans:
-            self._offers.append(OfferBlocks(lease.transfer, tuple(spans)))
+            self._offers.append(OfferBlocks(lease.transfer, tuple(spans), cached=cached_tokens))
             lease.blocks += held
             self.granted += len(held)
         return held

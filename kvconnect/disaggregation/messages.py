@@ -27,12 +27,14 @@ class OfferBlocks:
     """Prefill side: these blocks are complete after this step's forward.
 
     The first offer may be empty: it announces the transfer and its prompt. The blocks are held
-    until every worker has answered a :class:`Withdraw`.
+    until every worker has answered a :class:`Withdraw`. ``cached``: tokens of the prompt that the
+    engine had and did not compute.
     """
 
     transfer: TransferId
     spans: tuple[Span, ...] = ()
     prompt: PromptIdentity = NO_PROMPT
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Receive:
         early: the prefill engine may not know the transfer yet.
         deadline_s: seconds without progress that end the receive.
         prompt: the request's; the prefill engine refuses any other than its own.
+        counted: the report must say how many tokens the prefill engine had cached, so the receive
+            ends after it has said so.
     """
 
     job: JobId
@@ -68,6 +72,7 @@ class Receive:
     early: bool
     deadline_s: float
     prompt: PromptIdentity = NO_PROMPT
+    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,11 +163,13 @@ class ReceiveReport(JobReport):
     """One worker's answer to a :class:`Receive`.
 
     ``moved``: the reads from each worker; empty unless the engine traces. ``detail``: what the
-    prefill engine said when it ended a read.
+    prefill engine said when it ended a read. ``cached``: tokens of the prompt that the prefill
+    engine had cached.
     """
 
     moved: tuple[PeerTransfer, ...] = ()
     detail: str = ""
+    cached: int = 0
 
 
 @dataclass

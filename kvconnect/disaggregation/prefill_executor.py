@@ -156,7 +156,8 @@ class PrefillExecutor:
             fail = Fail(want=action.read_id, cause=action.cause.value, detail=action.detail)
             self._sessions.send(session.peer, fail)
         elif isinstance(action, prefill_planner.AnnounceReady):
-            self._sessions.send(session.peer, PagesReady(want=action.read_id))
+            ready = PagesReady(want=action.read_id, cached=action.cached)
+            self._sessions.send(session.peer, ready)
         elif isinstance(action, prefill_planner.SendAlive):
             self._sessions.send(session.peer, Alive(wants=list(action.read_ids)))
         else:

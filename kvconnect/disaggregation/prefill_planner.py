@@ -96,7 +96,7 @@ class _TransferTable:
         if len(self.readers.get(request.peer, ())) >= MAX_READS:
             detail = f"this peer has {MAX_READS} unfinished read requests"
             return [RefuseRead(request.peer, request.read_id, FailureCause.REFUSED, detail)]
-        reader = ServedRead(request)
+        reader = ServedRead(request, offered)
         self.readers.setdefault(request.peer, {})[request.read_id] = reader
         offered.readers[request.peer, request.read_id] = reader
         actions: list[Action] = [reader.start()]
@@ -200,6 +200,7 @@ class PrefillPlanner:
                 actions += isolated(
                     request.peer, partial(self._transfers.join, request, self._writes)
                 )
+        offered.cached = max(offered.cached, offer.cached)
         self._writes.pending += [(offered, span) for span in offer.spans]
         return actions
 

@@ -87,10 +87,12 @@ class SendAlive(NamedTuple):
 
 
 class AnnounceReady(NamedTuple):
-    """Tell a reader that its last page has been computed; only the transfer remains."""
+    """Tell a reader that its last page has been computed; only the transfer remains. ``cached``:
+    tokens of the prompt that this engine did not compute."""
 
     peer: int
     read_id: int
+    cached: int = 0
 
 
 class ReportNotice(NamedTuple):
@@ -154,6 +156,7 @@ class ServedRead:
     """One read request that is, or was, served."""
 
     request: AcceptedRead
+    offered: OfferedTransfer = field(repr=False)
     state: TransferState = TRANSFER.start
     left: int = 0  # wire blocks to submit, counted once per layer
     in_flight: int = 0  # orders submitted and not sent
@@ -185,7 +188,8 @@ class ServedRead:
                     ids = wire_ids(span, ratio, start, stop)
                     peer, read_id = self.request.peer, self.request.read_id
                     pages = SendPages(peer, read_id, group, number, start, ids, fence)
-                    return [pages] if self.left else [pages, AnnounceReady(peer, read_id)]
+                    ready = AnnounceReady(peer, read_id, self.offered.cached)
+                    return [pages] if self.left else [pages, ready]
         return []
 
     def send_all(self, span: Span, fence: Any) -> list[Action]:
@@ -235,6 +239,7 @@ class OfferedTransfer:
     """A transfer that the scheduler has announced."""
 
     prompt: PromptIdentity = NO_PROMPT
+    cached: int = 0  # tokens of the prompt that the engine did not compute
     ready: dict[int, tuple[Span, Any]] = field(default_factory=dict)  # by group, with the fence
     readers: dict[tuple[int, int], ServedRead] = field(default_factory=dict)  # by peer and read id
     cause: FailureCause | None = None  # why the transfer was withdrawn

@@ -40,12 +40,14 @@ class ReceiveLimits(NamedTuple):
 class SettledReceive(NamedTuple):
     """A receive that every worker has answered. ``cause``: why it failed, or None; ``SKIPPED`` if
     only the drop ended it. ``dropped``: the request was over before. ``lost``: tokens that it was
-    to bring and that are computed instead."""
+    to bring and that are computed instead. ``cached``: tokens of the prompt that the prefill engine
+    had cached; None if it was not asked."""
 
     req_id: str
     cause: FailureCause | None
     dropped: bool
     lost: int = 0
+    cached: int | None = None
 
 
 @dataclass
@@ -75,6 +77,7 @@ class _ReceiveInFlight:
     failures: dict[tuple[int, int], FailureCause] = field(default_factory=dict)
     overdue: bool = False
     detail: str = ""  # what the prefill engine said of a failure
+    cached: int = 0
 
 
 class Receives:
@@ -168,6 +171,7 @@ class Receives:
             handoff.early,
             self._limits.deadline_s,
             handoff.prompt,
+            counted=handoff.early,
         )
         blocks = tuple(block for span in spans for block in span.block_ids)
         end = now + _ANSWER_FACTOR * receive.deadline_s
@@ -210,6 +214,7 @@ class Receives:
             if in_flight.failures.get(place) in (None, FailureCause.SKIPPED):
                 in_flight.failures[place] = failure.cause
         in_flight.detail = in_flight.detail or report.detail
+        in_flight.cached = max(in_flight.cached, report.cached)
         in_flight.answers += 1
         if in_flight.answers < self._limits.workers:
             return None
@@ -223,7 +228,9 @@ class Receives:
             logger.warning("request %s: hand-off failed: %s", handoff.req_id, in_flight.detail)
         # A finished request computes nothing more.
         lost = 0 if cause is None or dropped else _lost_tokens(self._groups, in_flight)
-        settled = SettledReceive(handoff.req_id, cause, dropped, lost)
+        counted = cause is None and in_flight.receive.counted
+        cached = in_flight.cached if counted else None
+        settled = SettledReceive(handoff.req_id, cause, dropped, lost, cached)
         _count(self._stats, in_flight, settled, now)
         return settled
 

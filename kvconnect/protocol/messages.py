@@ -187,9 +187,11 @@ class Alive(msgspec.Struct, tag="alive"):
 
 
 class PagesReady(msgspec.Struct, tag="ready"):
-    """Source: all pages are computed; only the transfer remains."""
+    """Source: all pages are computed; only the transfer remains. ``cached``: how many of the
+    prompt's tokens the source's engine did not compute, because it had them."""
 
     want: ReadId
+    cached: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
 
 
 class Renew(msgspec.Struct, tag="renew"):

@@ -101,6 +101,7 @@ class DisaggregationScheduler:
         # Live requests whose hand-off failed. If one loads again, vLLM 0.32 wants as many free
         # blocks beside its own as the failed load returned; until then all other requests wait.
         self.failed: set[str] = set()
+        self._requests: dict[str, Request] = {}  # live ones that offer or receive blocks
 
     @property
     def epoch(self) -> int:
@@ -198,7 +199,10 @@ class DisaggregationScheduler:
         state, held = output.kv_connector_block_state, []
         assert state is not None
         for req_id, computed in translate.computed_tokens(output):
-            held += self.leases.offer(req_id, computed, state.resolve_block_ids(req_id))
+            request = self._requests.get(req_id)
+            if request is not None:
+                table, cached = state.resolve_block_ids(req_id), translate.cached_tokens(request)
+                held += self.leases.offer(req_id, computed, table, cached)
         return held
 
     def take(self, now: float) -> DisaggregationInstructions:
@@ -219,6 +223,9 @@ class DisaggregationScheduler:
                 continue
             if settled.cause is not None:
                 self.failed.add(settled.req_id)
+            request = self._requests.get(settled.req_id)
+            if request is not None and settled.cached is not None:
+                translate.report_cached_tokens(request, settled.cached)
             ended.append(settled)
         for notice in notices:
             self.leases.on_notice(notice, now)
@@ -229,6 +236,7 @@ class DisaggregationScheduler:
         req_id = request.request_id
         self.receives.finish(req_id)
         self.failed.discard(req_id)
+        self._requests.pop(req_id, None)
         transfer = self.leases.finish(req_id, translate.ended_well(request), now)
         # With states, the prompt has lost its last token already.
         tokens = request.num_prompt_tokens - (not _has_states(self._groups))
@@ -252,6 +260,7 @@ class DisaggregationScheduler:
             raise Refused("params", "this model's states are handed off with max_tokens 1 only")
         if tokens and not self.leases.open(request.request_id, transfer, tokens, now, prompt):
             raise Refused("params", "a live request has the same transfer_id")
+        self._requests[request.request_id] = request
         if tokens and _has_states(self._groups):
             drop_last_token(request)
         return transfer if tokens else None
@@ -266,6 +275,7 @@ class DisaggregationScheduler:
         prompt = self._adapters.prompt_identity(request)
         admitted = self.tickets.admit(asked)
         opened = self.receives.open(request.request_id, *admitted, prompt)
+        self._requests[request.request_id] = request
         if opened and request.num_prompt_tokens < 2:  # or rejected by vLLM's front end
             self.decline(request.request_id)
 

@@ -130,6 +130,18 @@ def prompt_identity(request: Request, adapter: str = "") -> PromptIdentity:
     return identify(request.prompt_token_ids, context)
 
 
+def cached_tokens(request: Request) -> int:
+    """Return how many tokens of a scheduled request's prompt the engine did not compute."""
+    stats = request.prefill_stats  # None once it has output
+    return stats.num_cached_tokens if stats is not None else 0
+
+
+def report_cached_tokens(request: Request, tokens: int) -> None:
+    """Have vLLM report ``tokens`` as the cached ones of a request without output."""
+    if request.prefill_stats is not None:
+        request.prefill_stats.num_cached_tokens = min(tokens, request.num_prompt_tokens)
+
+
 def hash_block_tokens(config: VllmConfig, kv_cache: KVCacheConfig) -> int:
     """Return the number of tokens that one of vLLM's block hashes covers."""
     tokens: int = kv_cache.hash_block_size or config.cache_config.block_size

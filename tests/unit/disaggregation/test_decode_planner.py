@@ -92,6 +92,33 @@ def test_a_job_is_finished_when_everything_came_and_the_transport_let_go() -> No
     assert one.drained(3, 1) == one.peer_lost(3) == one.drop(JobId(1)) == []
 
 
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("first", ["pages", "word"])
+def test_a_counted_job_waits_for_the_prefills_word(first: str, counted: bool) -> None:
+    """The word and the pages come over different connections, in any order."""
+    one = one_peer(receive(counted=counted))
+    steps = {
+        "pages": lambda: one.received(3, 1, 9, range(3), (), 1.0),
+        "word": lambda: one.ready(3, 1, 128),
+    }
+    confirmed = [ConfirmRead(3, 1, JobId(1))]
+    before = steps.pop(first)()
+    assert before == ([] if counted or first == "word" else confirmed)
+    assert steps.popitem()[1]() == ([] if before else confirmed)
+    (finished,) = one.drained(3, 1)
+    assert isinstance(finished, ReportFinished) and not finished.report.failures
+    assert finished.report.cached == (128 if not before else 0)
+    assert one.ready(3, 1, 128) == []  # it is over
+
+
+def test_a_counted_job_without_the_prefills_word_ends_in_time() -> None:
+    one = one_peer(receive(counted=True))
+    one.received(3, 1, 9, range(3), (), 1.0)
+    assert one.tick(10.9) == []
+    assert one.tick(11.0) == [CancelReceive(3, 1)]
+    assert ended(one.drained(3, 1)) == {}  # the pages are all there
+
+
 def test_peers_are_asked_for_once_and_shared() -> None:
     one = receiver()
     assert one.receive(receive(1), ENDS[:1], 0.0) == [ConnectPeer(ORIGINS[0])]

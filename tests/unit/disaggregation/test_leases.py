@@ -124,11 +124,13 @@ def test_blocks_are_offered_as_they_fill_and_the_last_one_with_the_prompt() -> N
     assert book.open("r", T, 10, 0.0)
     assert book.offer("r", 3, [[5]]) == []
     assert book.take() == ([OfferBlocks(T)], [])  # the announcement
-    assert book.offer("r", 8, [[5, 6]]) == [5, 6]
+    assert book.offer("r", 8, [[5, 6]], cached_tokens=4) == [5, 6]
     assert book.offer("r", 8, [[5, 6]]) == []
     assert book.offer("r", 10, [[5, 6, 7]]) == [7]
     assert book.offer("r", 14, [[5, 6, 7, 8]]) == []  # nothing beyond the prompt
-    assert spans(book.take()[0]) == [(0, 0, [5, 6]), (0, 2, [7])]
+    offers, _ = book.take()
+    assert spans(offers) == [(0, 0, [5, 6]), (0, 2, [7])]
+    assert [offer.cached for offer in offers] == [4, 0]
     assert book.take() == ([], [])
     assert {n: v for n, v, _ in book.gauges(3.0)} == {
         "ledger_held_blocks": 3,
@@ -522,6 +524,18 @@ def test_a_receive_has_its_requests_prompt_and_says_why_it_failed(
         said = "request r: hand-off failed: the prompts differ" in caplog.text
         assert said is (cause is FailureCause.PROMPT)  # control: the client left
     assert counters(stats)["handoff_failures"] == {"prompt": 1}
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_the_prefills_cached_tokens_come_with_early_receives(early: bool) -> None:
+    """vLLM passes them on itself in the ticket of a pull."""
+    book = receives(workers=2)
+    book.open("r", T, SOURCE, early)
+    receive = book.plan("r", [Span(0, 0, array("q", [5]))], 0, 4, 0.0)
+    assert receive.counted is early
+    book.on_report(ReceiveReport(receive.job, cached=128), 1.0)
+    settled = book.on_report(ReceiveReport(receive.job, cached=96), 1.0)
+    assert settled == SettledReceive("r", None, False, cached=128 if early else None)
 
 
 def test_failures_are_counted_by_cause_with_the_tokens_they_cost(stats: Stats) -> None:

@@ -84,6 +84,19 @@ def test_a_reader_hears_when_its_last_page_is_computed() -> None:
     assert one.step_written(None)[-1] == AnnounceReady(3, 1)
 
 
+def test_a_reader_hears_what_the_engine_had_cached() -> None:
+    for early in (True, False):
+        one = sender()
+        actions = one.on_request(ask(early=True), 0.0) if early else []
+        one.offer(OfferBlocks(T))
+        one.offer(OfferBlocks(T, (span(0, 5, 6),), cached=2))
+        one.step_written(None)
+        one.offer(OfferBlocks(T, (span(2, 7, 8),)))
+        actions += one.step_written(None)
+        actions += [] if early else one.on_request(ask(), 0.0)
+        assert actions[-1] == AnnounceReady(3, 1, cached=2)
+
+
 def test_a_reader_that_comes_during_a_step_gets_the_layers_written_so_far() -> None:
     one = written(span(0, 5))
     one.offer(OfferBlocks(U, (span(0, 1),)))  # of no interest

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.metrics.stats import PrefillStats
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.engines.vllm import translate
@@ -124,6 +125,19 @@ def test_a_hand_off_is_of_an_adapter_with_the_same_files() -> None:
     assert translate.prompt_identity(request, "other weights") != first
     request.lora_request = LoRARequest("painter", 1, "/adapters/poet")
     assert translate.prompt_identity(request, "these weights") != first
+
+
+def test_cached_tokens_are_vllms_until_a_request_has_output() -> None:
+    stats = PrefillStats()
+    stats.set(num_prompt_tokens=100, num_local_cached_tokens=32, num_external_cached_tokens=16)
+    request: Any = SimpleNamespace(prefill_stats=stats, num_prompt_tokens=100)
+    assert translate.cached_tokens(request) == 48
+    for told, kept in ((64, 64), (0, 0), (1000, 100)):  # another engine may say anything
+        translate.report_cached_tokens(request, told)
+        assert stats.num_cached_tokens == kept
+    request.prefill_stats = None  # its output was sent
+    translate.report_cached_tokens(request, 5)
+    assert translate.cached_tokens(request) == 0
 
 
 def event_log(*specs: Any) -> EventLog:
