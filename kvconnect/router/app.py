@@ -149,15 +149,18 @@ class RouterHandlers:
         served = [entry for name, entry in decode.items() if not prefill or name in prefill]
         return web.json_response({"object": "list", "data": served})
 
-    async def health(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
-        """200 while a prefill and a decode engine are up, else 503; lists every engine's state."""
-        missing = self._fleet.view().missing()
-        state = {
-            "status": "unavailable" if missing else "ok",
-            "missing": [role.value for role in missing],
-            "prefill": {upstream.url: upstream.up for upstream in self._fleet.all(Role.PREFILL)},
-            "decode": {upstream.url: upstream.up for upstream in self._fleet.all(Role.DECODE)},
-        }
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """200 while a prefill and a decode engine are up, else 503. Tells who needs no key, or has
+        one, every engine's state, and why no two engines can hand over."""
+        view = self._fleet.view()
+        missing, usable = view.missing(), view.can_hand_over()
+        status = "unavailable" if missing else "ok" if usable else "degraded"
+        state: dict[str, Any] = {"status": status, "missing": [role.value for role in missing]}
+        if _TENANT in request:
+            for role in Role:
+                state[role.value] = {one.url: one.up for one in self._fleet.all(role)}
+            if not usable:
+                state["handoffs"] = self._fleet.failed_handoffs()
         return web.json_response(state, status=503 if missing else 200)
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002

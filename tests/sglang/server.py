@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import Self
 
 from tests.engines.models import model_dir
-from tests.engines.server import REQUEST_TIMEOUT_S, Answer, Client, Process
+from tests.engines.server import REQUEST_TIMEOUT_S, Answer, Client, Process, Router
 from tests.servers import free_port
 
 PAGE = 16  # tokens per page
@@ -65,6 +65,11 @@ class GenerateClient(Client):
     def body(self, prompt: list[int], max_tokens: int, **extra: Any) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
         return {"input_ids": prompt, "sampling_params": sampling, **extra}
+
+
+@dataclass
+class GenerateRouter(GenerateClient, Router):
+    """A router that is asked in SGLang's own way: the servers have no tokenizer."""
 
 
 @dataclass

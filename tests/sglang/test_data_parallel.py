@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import pytest
 
@@ -17,17 +16,11 @@ from tests.engines.ranks import (
     prompts,
     routed,
 )
-from tests.engines.server import Router
 from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, room, side_by_side
 from tests.sglang.scenario import Fleet, assert_quiet
-from tests.sglang.server import GenerateClient, SglangServer
+from tests.sglang.server import GenerateRouter, SglangServer
 
 LONG = 6000  # its prefill takes longer than all short requests together
-
-
-@dataclass
-class GenerateRouter(GenerateClient, Router):
-    """A router that is asked in SGLang's own way: the servers have no tokenizer."""
 
 
 @pytest.fixture(scope="module")

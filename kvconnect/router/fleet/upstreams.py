@@ -247,6 +247,16 @@ class Fleet:
             if (role, index) in pair.engines
         }
 
+    def failed_handoffs(self) -> list[dict[str, str]]:
+        """Return the pairs of engines whose last probe failed: both URLs, and the error."""
+        return [
+            {
+                **{role.value: self.get(role, index).url for role, index in pair.engines},
+                "error": why,
+            }
+            for pair, why in self.pairing.broken.items()
+        ]
+
     def recheck(self, choice: RoutingChoice) -> None:
         """Have the hand-off between the engines of a failed request probed soon."""
         if choice.prefill is not None:

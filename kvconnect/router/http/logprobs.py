@@ -52,7 +52,7 @@ def with_prompt_logprobs(answer: bytes, prefilled: bytes) -> bytes:
         else:
             merged = _merged(Raw(answer), Raw(prefilled))
         return msgspec.json.encode(merged)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, KeyError, ValueError, RecursionError) as error:
         raise Refused("answer", f"it has no log probabilities: {error}") from error
 
 
@@ -65,7 +65,10 @@ def _merged(answer: Raw, prefilled: Raw) -> dict[str, Any]:
     meta: dict[str, Any] = msgspec.json.decode(fields[_META], type=dict[str, Raw])
     theirs = msgspec.json.decode(prefilled, type=dict[str, Raw])
     source = msgspec.json.decode(theirs[_META], type=dict[str, Raw])
-    meta |= {name: source[name] for name in _PROMPTS if bytes(source.get(name, b"")) not in _NULL}
+    prompts = {name: source[name] for name in _PROMPTS if name in source}
+    if _PROMPTS[0] not in prompts:
+        raise KeyError(_PROMPTS[0])
+    meta |= {name: found for name, found in prompts.items() if bytes(found) not in _NULL}
     if bytes(meta.get(_FIRST, b"")) not in _NULL and bytes(source.get(_FIRST, b"")) not in _NULL:
         mine, first = _items(bytes(meta[_FIRST])), _items(bytes(source[_FIRST]))
         if bytes(mine[0]) == b"null":

@@ -132,6 +132,17 @@ class FleetView:
         needed = both[1:] if self.unified else both
         return [role for role, engines in needed if not any(engine.up for engine in engines)]
 
+    def can_hand_over(self) -> bool:
+        """Whether a probe of two engines that are up has passed, or may still pass; true where no
+        hand-off is needed, or an engine is missing."""
+        pairs = [
+            (one.index, other.index)
+            for one in self.prefill
+            for other in self.decode
+            if one.up and other.up
+        ]
+        return self.unified or not pairs or any(pair not in self.broken for pair in pairs)
+
 
 # Loads ------------------------------------------------------------------------------------------
 #

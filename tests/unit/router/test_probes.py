@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.fleet import pairing, probe
 from kvconnect.router.fleet.reports import vllm_received
-from kvconnect.router.options import Intervals
+from kvconnect.router.options import Intervals, Listening
 from tests.fakes.engine import (
     ASK,
     Bench,
@@ -149,6 +151,28 @@ async def test_requests_go_around_an_engine_that_fails_its_probe(
             return (await router.post(ASK)).headers["x-kvconnect-decode"] == "1"
 
         await until(back)
+
+
+@on_loop
+async def test_health_says_that_no_engines_can_hand_over_and_why() -> None:
+    p, d = FakeEngine(prefills), FakeEngine(BROKEN)
+    key = ApiKey("sk-0123456789abcdef")
+    async with bench([p], [d], listening=Listening(api_keys=(key,)), **OFTEN) as router:
+        await received(router, "failed", 1)
+        status, body, _ = await router.get("/health")
+        assert (status, json.loads(body)) == (200, {"status": "degraded", "missing": []})
+        headers = {"Authorization": f"Bearer {key.key}"}
+        async with router.client.get(router.url + "/health", headers=headers) as answer:
+            said = await answer.json()
+        (pair,) = said["handoffs"]
+        assert (pair["prefill"], pair["decode"]) == (p.url, d.url) and "500" in pair["error"]
+        assert said["decode"] == {d.url: True}
+        d.answer = told(127)
+
+        async def well() -> bool:
+            return json.loads((await router.get("/health")).body)["status"] == "ok"
+
+        await until(well)
 
 
 @on_loop
