@@ -97,7 +97,7 @@ def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
 
 def test_manifests_are_of_kubernetes_schema() -> None:
     checked = [doc for doc in manifests() if doc["kind"] not in CRDS]
-    assert len(checked) == 2 * len(PLACES) + 2
+    assert len(checked) == 2 * len(PLACES) + 3
     for doc in checked:
         kubernetes_validate.validate(doc, "1.32", strict=True)
     doc["spec"]["prts"] = []  # control
