@@ -63,6 +63,32 @@ def test_retained_blocks_are_evicted_last_and_pinned_ones_not_even_then(name: st
     assert policy.kept.used(CacheHint.RETAIN) == 0 and policy.kept.used(CacheHint.PIN) == 1
 
 
+class CountedPins(list[int]):
+    """Counts how often a slot is looked at."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+@POLICIES
+def test_retained_slots_that_are_read_are_met_once_by_many_evictions(name: str) -> None:
+    policy = kept(name, slots=1000)
+    for slot in range(400):
+        assert policy.keep(slot, KeepTimes(bytes([slot % 2]), 0.0, 10.0), 0.0) is RETAINED
+    for _ in range(600):  # all others; then those retained are set aside
+        policy.evict([0] * 1000)
+    first = policy.evict([0] * 1000)
+    assert first is not None and first < 400
+    pins = CountedPins(int(slot >= 100) for slot in range(1000))
+    found = [policy.evict(pins) for _ in range(50)]
+    assert all(slot is not None and slot < 100 for slot in found)
+    assert pins.reads <= 400 + 50  # not each of 300 for each of 50 evictions
+    policy.check()
+
+
 @POLICIES
 def test_a_retained_block_that_is_set_aside_and_used_again_is_the_last_one(name: str) -> None:
     policy = kept(name)
