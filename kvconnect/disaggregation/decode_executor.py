@@ -56,7 +56,9 @@ class DecodeExecutor:
         self._sessions = sessions
         groups = sessions.hello.groups
         self._receiver = DecodePlanner(
-            [group.block_tokens for group in groups], [len(group.layers) for group in groups]
+            [group.block_tokens for group in groups],
+            [len(group.layers) for group in groups],
+            [group.heads for group in groups],
         )
         self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is ready
         self._renewals: dict[TransferId, tuple[Keep, float]] = {}  # with the next due time
@@ -156,7 +158,7 @@ class DecodeExecutor:
 
     def _endpoints(self, job: Receive) -> list[Endpoint]:
         """Return the source workers that hold heads or layers of this worker. If the heads cannot
-        be mapped, return none, and the job fails."""
+        be mapped, or one of the workers is not known, return none, and the job fails."""
         if job.source is None:
             return []
         hello = self._sessions.hello
@@ -167,9 +169,17 @@ class DecodeExecutor:
             logger.warning("hand-off from engine %s refused: %s", job.source.engine_id, error)
             self._sessions.stats.count("handoff_refused", label=error.field)
             return []
-        # A source may leave out workers that have nothing for this one.
         by_rank = {(e.pp_rank, e.tp_rank): e for e in job.source.endpoints}
-        return [by_rank[place] for place in needed if place in by_rank]
+        # A source may leave out pipeline stages that have nothing for this worker.
+        stages = {pp_rank for pp_rank, _ in by_rank}
+        needed = [place for place in needed if place[0] in stages]
+        missing = [place for place in needed if place not in by_rank]
+        if missing:
+            text = "request %s: no hand-off, no address of prefill's (stage, tensor rank) %s"
+            logger.warning(text, job.req_id, ", ".join(map(str, missing)))
+            self._sessions.stats.count("handoff_refused", label="ticket")
+            return []
+        return [by_rank[place] for place in needed]
 
     def _run_actions(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -6,6 +6,7 @@ reads, complete or not, was cancelled at the transport, and the transport has co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -96,6 +97,7 @@ class _AwaitedPages:
     spans: dict[int, Span] = field(default_factory=dict)  # by group, in wire blocks
     ratios: dict[int, int] = field(default_factory=dict)
     units: dict[int, _UnitLayers] = field(default_factory=dict)
+    heads: dict[int, int] = field(default_factory=dict)  # by group, of each layer
     got: dict[tuple[int, int], int] = field(default_factory=dict)  # (group, layer) -> bit set
     left: int = 0  # wire blocks that have not arrived, counted once per layer
     ready: bool = False  # the peer has computed them all, and said what it had cached
@@ -113,7 +115,7 @@ class _AwaitedPages:
                 continue
             group, units = span.group, view.unit_of_layer
             self.spans[group] = Span(group, first, wire_ids(span, view.ratio, first, stop))
-            self.ratios[group] = view.ratio
+            self.ratios[group], self.heads[group] = view.ratio, view.heads
             layers = [layer for layer, unit in enumerate(units) if unit >= 0]
             self.units.update({units[layer]: _UnitLayers(group, (layer,)) for layer in layers})
             self.units[view.unit_all] = _UnitLayers(group, tuple(layers))
@@ -182,12 +184,17 @@ class _ReceiveJob:
             read.state = TRANSFER.after(read.state, Event.ABORT)
         return [ConfirmRead(read.peer, read.read_id, self.receive.job) for read in complete]
 
-    def report(self, layers: Sequence[int]) -> ReceiveReport:
-        """Return the report, with failed blocks; ``layers``: how many this worker has, by group."""
+    def report(self, layers: Sequence[int], heads: Sequence[int]) -> ReceiveReport:
+        """Return the report, with failed blocks. By group: ``layers`` and ``heads``, how many this
+        worker has. All heads of all layers must have come."""
         places = [place for read in self.reads for place in read.missing()]
         for span, (begin, end) in zip(self.receive.spans, self.receive.tokens, strict=True):
-            brought = {layer for w in self.reads for group, layer in w.got if group == span.group}
-            if begin < end and len(brought) < layers[span.group]:
+            brought = Counter[int]()  # heads, by layer
+            for read in self.reads:
+                for group, layer in read.got:
+                    brought[layer] += read.heads[group] if group == span.group else 0
+            whole = sum(count == heads[span.group] for count in brought.values())
+            if begin < end and whole < layers[span.group]:
                 places += [(span.group, block) for block in span.block_ids]
         for place in places:
             self.failures.setdefault(place, self.cause or FailureCause.REFUSED)
@@ -208,11 +215,14 @@ class DecodePlanner:
     Events about finished reads are ignored, since messages cross.
     """
 
-    def __init__(self, block_tokens: Sequence[int], layers: Sequence[int]) -> None:
-        """By group: ``block_tokens``, tokens per block here, and ``layers``, how many layers this
-        worker has. Layers that no peer sends count as failed."""
+    def __init__(
+        self, block_tokens: Sequence[int], layers: Sequence[int], heads: Sequence[int]
+    ) -> None:
+        """By group: ``block_tokens``, tokens per block here, and ``layers`` and ``heads``, how many
+        layers and KV heads this worker has. A layer whose heads do not all come has failed."""
         self._block_tokens = tuple(block_tokens)
         self._layers = tuple(layers)
+        self._heads = tuple(heads)
         self._peers: dict[Origin, _ConnectedPeer] = {}
         self._connecting: set[Origin] = set()
         self._jobs: dict[JobId, _ReceiveJob] = {}
@@ -372,5 +382,5 @@ class DecodePlanner:
         if any(read.state is not TransferState.OVER for read in job.reads):
             return actions
         if self._jobs.pop(job.receive.job, None) is not None:
-            actions.append(ReportFinished(job.report(self._layers), job.receive))
+            actions.append(ReportFinished(job.report(self._layers, self._heads), job.receive))
         return actions

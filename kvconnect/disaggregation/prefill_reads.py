@@ -23,12 +23,13 @@ class GroupView(NamedTuple):
 
     ``ratio``: wire blocks per block here. ``unit_all``: the unit of all layers that both workers
     have. ``unit_of_layer[i]``: the unit of this worker's layer i, or -1 if the peer does not have
-    the layer. Wire block w of block b has the id ``b * ratio + w``.
+    the layer. Wire block w of block b has the id ``b * ratio + w``. ``heads``: KV heads of a unit.
     """
 
     ratio: int
     unit_all: int
     unit_of_layer: tuple[int, ...]
+    heads: int = 1
 
 
 class AcceptedRead(NamedTuple):

@@ -247,6 +247,13 @@ class Sessions:
                 f"the ticket is for engine {origin.engine_id} (epoch {origin.epoch}), but engine "
                 f"{theirs.engine_id} (epoch {theirs.epoch}) answers: the engine was restarted",
             )
+        if origin and theirs.rank[::2] != origin.endpoint[:2]:
+            asked, found = (
+                f"tensor-parallel rank {tp_rank} of stage {pp_rank}"
+                for tp_rank, pp_rank in (origin.endpoint[:2], theirs.rank[::2])
+            )
+            why = f"{asked} was asked at {origin.endpoint.host}:{origin.endpoint.port}"
+            raise Refused("ticket", f"{why}, but {found} answers: the addresses are old")
         agreement = negotiate(reader, source)
         session.reader = reader.rank
         session.mixes_weights = bool(agreement.mixed_weights)
@@ -318,6 +325,7 @@ class Sessions:
                     agreement.unit(number, place[name]) if name in place else -1
                     for name in self.hello.groups[number].layers
                 ),
+                heads=group.heads[1] - group.heads[0],
             )
         for number, layer in agreement.units:
             group = agreement.groups[number]

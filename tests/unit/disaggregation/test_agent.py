@@ -139,6 +139,37 @@ def test_an_old_incarnation_s_ticket_is_refused(stack: ExitStack) -> None:
     assert {failure.cause for failure in report.failures} == {FailureCause.REFUSED}
 
 
+def test_another_worker_than_the_one_asked_is_refused(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with old addresses of workers that were started again in another order."""
+    p, d = stack.enter_context(Engine(sends=True, tp=2)), stack.enter_context(Engine())
+    p.step(offers=[OfferBlocks(TRANSFER)])
+    first, second = p.source().endpoints
+    swapped = (first._replace(port=second.port), second._replace(port=first.port))
+    source = replace(p.source(), endpoints=swapped)
+    d.step(receives=[receive(source, array("q", [1, 2]), 32)])
+    (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.REFUSED}
+    assert "rank 0 of stage 0 was asked at 127.0.0.1:" in caplog.text
+    assert "but tensor-parallel rank 1 of stage 0 answers" in caplog.text
+
+
+def test_a_needed_worker_without_an_address_is_named(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = stack.enter_context(Engine(sends=True, tp=2)), stack.enter_context(Engine())
+    p.step(offers=[OfferBlocks(TRANSFER)])
+    source = replace(p.source(), endpoints=p.source().endpoints[:1])
+    d.step(receives=[receive(source, array("q", [1, 2]), 32)])
+    (report,) = finished(d)
+    assert {failure.cause for failure in report.failures} == {FailureCause.REFUSED}
+    assert "no address of prefill's (stage, tensor rank) (0, 1)" in caplog.text
+    stats = d.agents[0].take_stats()
+    assert stats is not None
+    assert stats.data["counters"]["handoff_refused"] == {"ticket": 1}
+
+
 def test_a_transfer_that_is_not_there_is_gone(stack: ExitStack) -> None:
     p = stack.enter_context(Engine(sends=True))
     d = stack.enter_context(Engine())

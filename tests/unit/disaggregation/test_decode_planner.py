@@ -45,8 +45,8 @@ def receive(job: int = 1, first: int = 0, ids: Any = (5, 6, 7), **other: Any) ->
     return Receive(job=JobId(job), req_id="r", transfer=T, **fields)
 
 
-def receiver() -> DecodePlanner:
-    return DecodePlanner([4], [2])
+def receiver(heads: int = 1) -> DecodePlanner:
+    return DecodePlanner([4], [2], [heads])
 
 
 def asked(actions: list[Action]) -> list[tuple[int, int, int, list[int]]]:
@@ -141,6 +141,19 @@ def test_peers_are_thanked_when_all_have_delivered() -> None:
     ]
     assert ended(one.drained(4, 2)) is None
     assert ended(one.peer_lost(3)) == {}  # as good as quiet
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_blocks_without_all_heads_have_failed(second: bool) -> None:
+    """Both peers have all layers, and each a half of the heads."""
+    one, half = receiver(heads=4), {0: GroupView(1, 9, (0, 1), heads=2)}
+    peers = 2 if second else 1
+    one.receive(receive(), ENDS[:peers], 0.0)
+    for number in range(peers):
+        one.connected(ORIGINS[number], 3 + number, half)
+        one.received(3 + number, 1 + number, 9, range(3), (), 0.0)
+    outcomes = [ended(one.drained(3 + number, 1 + number)) for number in range(peers)]
+    assert outcomes[-1] == ({} if second else dict.fromkeys((5, 6, 7), "refused"))
 
 
 def test_only_tokens_that_are_needed_are_asked_for() -> None:

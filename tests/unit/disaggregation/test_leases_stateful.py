@@ -221,9 +221,10 @@ class World:
     def start_decode(self) -> None:
         (tp, pp), size = self.shape[1], self.sizes[1]
         ranks = [Rank(t, tp, p, pp) for p in range(pp) for t in range(tp)]
-        per_worker = [LAYERS // pp for _ in self.windows]
+        groups = len(self.windows)
+        shape = [size] * groups, [LAYERS // pp] * groups, [HEADS // tp] * groups
         self.readers = [
-            DecodeWorker(rank, self.machine.receiver([size] * len(self.windows), per_worker))
+            DecodeWorker(rank, self.machine.receiver(shape[0], shape[1], shape[2]))
             for rank in ranks
         ]
         self.decode_groups = [CacheGroup(size, window) for window in self.windows]
@@ -432,12 +433,13 @@ class World:
         return layers, [head for head in source.heads if head in reader.heads]
 
     def views(self, link: Link, worker: Worker, size: int) -> dict[int, GroupView]:
-        shared = self.common(link.source, link.reader)[0]
+        shared, heads = self.common(link.source, link.reader)
         return {
             group: GroupView(
                 size // min(self.sizes),
                 group * 10,
                 tuple(group * 10 + 1 + n if n in shared else -1 for n in worker.layers),
+                len(heads),
             )
             for group in range(len(self.windows))
         }

@@ -267,7 +267,7 @@ class ReaderMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.machine = DecodePlanner([TOKENS], [LAYERS])
+        self.machine = DecodePlanner([TOKENS], [LAYERS], [1])
         self.jobs = 0
         self.finished: Counter[int] = Counter()
         self.failures: dict[int, int] = {}
