@@ -123,9 +123,13 @@ class Prober:
             pairing.void(pair, time.monotonic())  # without effect after passed() or failed()
 
     async def _probe(self, prefill: Upstream, decode: Upstream) -> ProbeOutcome:
-        before = await self._received(decode)
+        text = await self._scrape(decode)
+        before, refused = reports.vllm_received(text), reports.refused_handoffs(text)
         try:
             answer = await self._ask_both(prefill, decode)
+        except ProbeFailed as error:
+            why = await self._refusals(decode, refused)
+            raise ProbeFailed(error.outcome, f"{error}{why}") from error
         except _Rejected as error:
             logger.debug("probe from %s to %s: %s", prefill.url, decode.url, error)
             return ProbeOutcome.REFUSED
@@ -194,15 +198,27 @@ class Prober:
             return cached != 0
         for pause in _COUNTED_S:
             await asyncio.sleep(pause)
-            now = await self._received(decode)
+            now = reports.vllm_received(await self._scrape(decode))
             if now is None or now > before:
                 return True
         return False
 
-    async def _received(self, decode: Upstream) -> float | None:
-        """Return the engine's count of received tokens, None if it has none."""
-        status, text = await self._pool.get(decode.base, "/metrics", TIMEOUT_S)
-        return reports.vllm_received(text.decode("utf-8", "replace")) if status == 200 else None
+    async def _refusals(self, decode: Upstream, before: Mapping[str, float]) -> str:
+        """Return why decode refused hand-offs since ``before``, to be appended to an error."""
+        for pause in _COUNTED_S if before else ():  # else it does not report them
+            await asyncio.sleep(pause)
+            now = reports.refused_handoffs(await self._scrape(decode))
+            fields = sorted(name for name in now if now[name] > before.get(name, 0.0))
+            if fields:
+                return (
+                    f"; it refused the hand-off: {', '.join(fields)}, see its log for both values"
+                )
+        return ""
+
+    async def _scrape(self, engine: Upstream) -> str:
+        """Return the engine's metrics, "" if it has none."""
+        status, text = await self._pool.get(engine.base, "/metrics", TIMEOUT_S)
+        return text.decode("utf-8", "replace") if status == 200 else ""
 
 
 class _Rejected(KVConnectError):

@@ -21,6 +21,7 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)\{(.*)\}\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _LINE = 8192  # longest sample line that is read
 _VLLM_USAGE = "vllm:kv_cache_usage_perc"
+_REFUSED = tuple(f"{engine}:kvconnect_handoff_refused_total" for engine in ("vllm", "sglang"))
 _VLLM_TOKENS = "vllm:prompt_tokens_by_source_total"
 _VLLM_CACHE = "vllm:cache_config_info"
 _SGLANG_TOKENS = "sglang:num_used_tokens"
@@ -169,6 +170,16 @@ def vllm_received(text: str) -> float | None:
         if labels.get("source") == "external_kv_transfer"
     ]
     return sum(found) if found else None
+
+
+def refused_handoffs(text: str) -> dict[str, float]:
+    """Return how many hand-offs an engine has refused, by the field that did not match, from its
+    ``/metrics``."""
+    found: dict[str, float] = {}
+    for _, labels, value in samples(text, _REFUSED):
+        field = labels.get("field", "")
+        found[field] = found.get(field, 0.0) + value
+    return found
 
 
 def sglang_tokens(answer: bytes) -> dict[int, float]:

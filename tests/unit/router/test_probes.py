@@ -11,7 +11,7 @@ from aiohttp import web
 
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.fleet import pairing, probe
-from kvconnect.router.fleet.reports import vllm_received
+from kvconnect.router.fleet.reports import refused_handoffs, vllm_received
 from kvconnect.router.options import Intervals, Listening
 from tests.fakes.engine import (
     ASK,
@@ -196,6 +196,36 @@ async def test_a_failed_request_has_its_pair_probed() -> None:
         d.answer = BROKEN
         assert (await router.post(ASK)).status == 500
         await received(router, "failed", 1)
+
+
+@on_loop
+async def test_a_failed_probe_names_what_the_engine_refused() -> None:
+    p, d, refusals = FakeEngine(prefills), FakeEngine(decodes), itertools.count()
+    d.answer = BROKEN
+
+    async def metrics(*arguments: Any) -> web.Response:
+        return web.Response(text=REFUSALS.format(next(refusals)))
+
+    d.extra["/metrics"] = metrics
+    async with administered([p], [d], **OFTEN) as admin:
+
+        async def told() -> bool:
+            first, _ = await admin.listed()
+            return "refused the hand-off: weights, see its log" in first["broken"].get(d.url, "")
+
+        await until(told)
+
+
+REFUSALS = (
+    'vllm:kvconnect_handoff_refused_total{{engine="0",field="model"}} 2\n'
+    'vllm:kvconnect_handoff_refused_total{{engine="0",field="weights"}} {}\n'
+)
+
+
+def test_refusals_are_read_by_field_of_both_engines() -> None:
+    text = REFUSALS.format(3) + 'sglang:kvconnect_handoff_refused_total{field="weights"} 1\n'
+    assert refused_handoffs(text) == {"model": 2, "weights": 4}
+    assert refused_handoffs("vllm:kvconnect_handoff_sent_total 1\n") == {}
 
 
 @on_loop
