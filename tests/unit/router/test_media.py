@@ -63,3 +63,29 @@ def test_a_field_with_too_many_parts_is_refused_before_it_is_decoded() -> None:
         own(b'{"messages":[%b{"uuid":"cat"}]}' % many)
     long = b'"' + b"[{," * MOST_STRUCTURE + b'"'
     assert own(b'{"messages":[%b,{"uuid":"cat"}]}' % long)["messages"][1] == {"uuid": "T.cat"}
+
+
+def test_vllm_keeps_the_images_of_tenants_apart() -> None:
+    """With vLLM's own code: an identity alone decides which entry of its caches an image has."""
+    inputs = pytest.importorskip("vllm.multimodal.processing.inputs")
+    parse = pytest.importorskip("vllm.multimodal.parse")
+    numpy, image = pytest.importorskip("numpy"), pytest.importorskip("PIL.Image")
+
+    def entry(identity: str, shade: int) -> str:
+        picture = image.fromarray(numpy.full((32, 32, 3), shade, numpy.uint8))
+        made = inputs.ProcessorInputs(
+            prompt=[1],
+            mm_data_items=parse.MultiModalDataParser().parse_mm_data({"image": [picture]}),
+            mm_uuid_items={"image": [identity]},
+            hf_processor_mm_kwargs={},
+        )
+        (found,) = made.get_mm_hashes(model_id="m", hash_algorithm="blake3")["image"]
+        return str(found)
+
+    def sent(tenant: str) -> str:
+        (part,) = own(json.dumps({"messages": [IMAGE]}).encode(), tenant)["messages"]
+        return str(part["uuid"])
+
+    assert entry(sent("a"), 7) == entry(sent("a"), 200) != entry(sent("b"), 7)
+    # Control: without the router's prefix, another tenant's image is taken for this one.
+    assert entry("cat", 7) == entry("cat", 200)
