@@ -376,7 +376,7 @@ class Router(Process):
         return [
             *(sys.executable, "-m", "kvconnect.cli", "router", "--port", str(self.port)),
             *(("--prefill", *(server.worker for server in self.prefill)) if self.prefill else ()),
-            *("--decode", *(server.worker for server in self.decode)),
+            *(("--decode", *(server.worker for server in self.decode)) if self.decode else ()),
             *("--probe-interval", "0"),
             *self.args,
         ]
