@@ -324,10 +324,16 @@ def error_body(status: int, message: str) -> bytes:
 
 def explained(status: int, error: bytes, why: str) -> bytes:
     """Return an engine's error with ``why`` after its own message."""
+    said = message_of(error)
+    return error_body(status, f"{said}: {why}" if said else why)
+
+
+def message_of(error: bytes) -> str:
+    """Return an engine's own message in its error, empty if it has none."""
     match _json_or_none(error):
         case {"error": {"message": str(message)}} | {"message": str(message)}:
-            return error_body(status, f"{message}: {why}")
-    return error_body(status, why)
+            return message
+    return ""
 
 
 def error_event(message: str, *, named_events: bool) -> bytes:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _EVENT_STREAM = "text/event-stream"
 _EVENT_END = b"\n\n"
+_SHOWN = 500  # characters of an engine's own message in an error of the router
 _MOST_BEGINNING = 1 << 20  # bytes of a stream that are inspected before it is passed on
 
 
@@ -240,7 +241,8 @@ class UpstreamRequest:
 
     def _error(self, answer: EngineResponse) -> UpstreamFailed:
         self._outcome = UpstreamOutcome.ERROR
-        message = f"{self._name} answered {answer.status}"
+        why = engine_bodies.message_of(answer.body)[:_SHOWN]
+        message = f"{self._name} answered {answer.status}" + (f": {why}" if why else "")
         # The router explains a status that is neither success nor error itself.
         said = answer if 500 <= answer.status < 600 else None
         return UpstreamFailed(self.upstream.role, "error", message, said)

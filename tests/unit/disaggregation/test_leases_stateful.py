@@ -222,9 +222,9 @@ class World:
         (tp, pp), size = self.shape[1], self.sizes[1]
         ranks = [Rank(t, tp, p, pp) for p in range(pp) for t in range(tp)]
         groups = len(self.windows)
-        shape = [size] * groups, [LAYERS // pp] * groups, [HEADS // tp] * groups
+        layers, heads = [LAYERS // pp] * groups, [HEADS // tp] * groups
         self.readers = [
-            DecodeWorker(rank, self.machine.receiver(shape[0], shape[1], shape[2]))
+            DecodeWorker(rank, self.machine.receiver([size] * groups, layers, heads))
             for rank in ranks
         ]
         self.decode_groups = [CacheGroup(size, window) for window in self.windows]

@@ -450,7 +450,7 @@ async def test_when_every_prefill_engine_failed_it_is_502() -> None:
         status, body, _ = await router.post(STREAM)
         assert status == 502
         error = json.loads(body)["error"]
-        assert re.fullmatch("prefill engine [01] answered 500", error["message"])
+        assert re.fullmatch("prefill engine [01] answered 500: load failed", error["message"])
         assert (error["code"], error["type"]) == (502, "server_error")
         assert [len(engine.asked) for engine in ps] == [1, 1]
         await until(lambda: d.dropped == 2)
@@ -552,7 +552,7 @@ async def test_the_second_attempt_by_pull_ends_when_prefill_fails() -> None:
     async with bench([p], [d]) as router:
         status, body, _ = await router.post(STREAM)
         assert (status, len(p.asked), len(d.asked)) == (502, 2, 1)
-        assert json.loads(body)["error"]["message"] == "prefill engine 0 answered 500"
+        assert json.loads(body)["error"]["message"] == "prefill engine 0 answered 500: load failed"
 
 
 @on_loop
