@@ -98,14 +98,11 @@ def test_updated_alike_engines_meet_and_others_do_not(
     assert_quiet(p, d)
 
 
-def test_a_version_that_the_trainer_declares_counts_after_an_update(
-    folders: tuple[Path, Path], engines: Pair
-) -> None:
-    """Sleep and resets change nothing; nor does a version, for weights of the same files."""
+def test_engines_that_slept_or_were_reset_meet_again(engines: Pair) -> None:
     (p, d), asked = engines, prompts()
-    for server in (p, d):
-        server.post("/sleep?level=1")
-        server.post("/wake_up")
+    p.post("/sleep?level=1")
+    p.post("/wake_up")
+    d.post("/reset_prefix_cache?reset_external=true")
     assert pull(p, d, asked[0], NEW).tokens == d.complete(asked[0], NEW).tokens
     assert received_bytes(d) > 0 and refused(d, "weights") == 0
     assert_quiet(p, d)
