@@ -385,8 +385,8 @@ class Engine:
 
     def close(self) -> None:
         """Stop all threads. Idempotent."""
-        self.faults.copy_gate.open()
-        self.faults.store_gate.open()
+        for gate in (self.faults.copy_gate, self.faults.store_gate, self.faults.read_gate):
+            gate.open()
         for worker in self.workers:
             worker.shutdown()
         self.scheduler.shutdown()

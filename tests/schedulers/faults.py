@@ -32,9 +32,10 @@ class Pace:
 
 
 class Gate:
-    """Stops calls until it is opened. It is open at first."""
+    """Stops calls until it is opened. It is open at first. ``reached``: a call was stopped."""
 
     def __init__(self) -> None:
+        self.reached = False
         self._open = threading.Event()
         self._open.set()
 
@@ -45,6 +46,7 @@ class Gate:
         self._open.set()
 
     def wait(self) -> None:
+        self.reached = self.reached or not self._open.is_set()
         if not self._open.wait(60):
             raise TimeoutError("a gate stayed closed")
 
@@ -61,14 +63,11 @@ class Faults:
     pace: Pace = field(default_factory=Pace)
     copy_gate: Gate = field(default_factory=Gate)
     store_gate: Gate = field(default_factory=Gate)
-    next_copies: list[bool] = field(default_factory=list)
-    """Whether each of the next copies fails, before chance decides."""
+    read_gate: Gate = field(default_factory=Gate)
 
     def copy_fails(self) -> bool:
         self.copy_gate.wait()
         self._dawdle()
-        if self.next_copies:
-            return self.next_copies.pop(0)
         return bool(self.copies) and self.random.random() < self.copies
 
     def store_fails(self) -> bool:
@@ -112,6 +111,7 @@ class FaultyStore(Store):
         return self._inner.put(keys, payloads)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
+        self._faults.read_gate.wait()
         if self._faults.store_fails():
             for buffer in buffers:
                 buffer[:] = b"\x5a" * len(buffer)

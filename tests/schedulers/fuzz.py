@@ -15,9 +15,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import vllm
 
+from tests.schedulers import controls
 from tests.schedulers.fleets import run_handoffs, run_sharing
 from tests.schedulers.workload import run_alone
 
@@ -30,15 +32,18 @@ def main() -> int:
     parser.add_argument("--hours", type=float, default=0.1)
     parser.add_argument("--runs", type=int, default=0, help="so many instead, however long")
     parser.add_argument("--kind", choices=KINDS, action="append", help="all if there is none")
+    parser.add_argument("--control", help="break this on purpose, see tests/schedulers/controls.py")
     given = parser.parse_args()
     logging.disable(logging.ERROR)
     kinds = given.kind or list(KINDS)
+    control = getattr(controls, given.control) if given.control else nullcontext
     began, failed, count = time.monotonic(), 0, 0
     for seed in _seeds(given.seed, given.runs, began + given.hours * 3600):
         kind = kinds[seed % len(kinds)]
         count += 1
         try:
-            KINDS[kind](seed)
+            with control():
+                KINDS[kind](seed)
         except Exception:  # noqa: BLE001 - whatever it is, the next seed may show more
             failed += 1
             print(f"--kind {kind} --seed {seed} --runs 1", flush=True)

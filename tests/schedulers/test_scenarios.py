@@ -1,0 +1,284 @@
+"""Situations that random runs meet rarely, with vLLM's schedulers and a model of fingerprints.
+
+Costs are counted in lines of Python that run, never in seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import pytest
+
+from kvconnect.engines.vllm.connector import KVConnect
+from kvconnect.offload.eviction import s3fifo
+from kvconnect.tiers import search
+from tests.schedulers.checks import WrongStep, WrongTokens, check_at_rest, watch_cost_model
+from tests.schedulers.engine import Engine, Prompt
+from tests.schedulers.shapes import EngineShape
+from tests.schedulers.workload import running, tokens
+
+BLOCK = 16  # tokens
+
+
+@contextmanager
+def made(seed: int = 1, **shape: Any) -> Iterator[Engine]:
+    engine = Engine(EngineShape(**shape), Random(seed))
+    with running(engine):
+        yield engine
+
+
+def disk(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Return the settings of an engine with a disk."""
+    there = {"path": str(folder), "capacity": "64MiB"}
+    return {"disk": there, "load_when": "always", "wait_s": 30.0, "deadline_s": 60.0, **settings}
+
+
+def lines_of(run: Callable[[], object], *folders: str) -> int:
+    """Return how many lines of KVConnect's Python this thread runs in files of these folders."""
+    count = 0
+
+    def local(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return local
+
+    def called(frame: FrameType, event: str, argument: object) -> Any:
+        path = frame.f_code.co_filename
+        return local if any(f"/kvconnect/{folder}" in path for folder in folders) else None
+
+    before = sys.gettrace()
+    sys.settrace(called)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+# Right tokens -----------------------------------------------------------------------------------
+
+
+def test_a_load_that_fails_after_a_reset_stores_nothing_of_former_weights() -> None:
+    shared = tokens(Random(2), 6 * BLOCK)
+    with made(settings={"sync_load_bytes": 0, "digest": "full"}) as engine:
+        engine.run("first", Prompt(shared, new=1))
+        engine.drain()
+        assert engine.forget_device()
+        engine.faults.copy_gate.close()
+        engine.add("loads", Prompt([*shared, *tokens(Random(3), 40)], new=1))
+        engine.step()
+        hashes = engine.scheduler.requests["loads"].block_hashes
+        slot = engine.connector.scheduler.plan.index.slot_of(0, hashes[3])
+        assert slot is not None
+        engine.workers[0].worker.tier.store.view(slot)[3] ^= 0x7F  # the blocks before it are valid
+        # The caller goes on although vLLM says that blocks are in use.
+        assert engine.reset("new") is False
+        engine.change_weights("new")
+        engine.model.exempt.add("loads")
+        engine.faults.copy_gate.open()
+        engine.drain()
+        assert engine.forget_device()
+        engine.run("new", Prompt([*shared, 5], new=1))
+        engine.drain()
+        check_at_rest(engine)
+
+
+def test_a_pause_that_cannot_reset_harms_nobody() -> None:
+    """vLLM refuses to reset while a load is under way. Its request goes on after the pause."""
+    prompt = Prompt(tokens(Random(2), 130), new=3)
+    with made(settings={"sync_load_bytes": 0}) as engine:
+        engine.run("first", prompt)
+        engine.drain()
+        assert engine.forget_device()
+        engine.add("loads", prompt)
+        engine.step()
+        engine.pause()
+        engine.drain()
+        engine.reset("new", running=True)
+        engine.resume()
+        engine.step_until(lambda: engine.answers["loads"].reason is not None)
+        engine.drain()
+        check_at_rest(engine)
+
+
+@pytest.mark.parametrize("params", ["text", 7, ["list"]])
+def test_parameters_that_are_no_object_do_not_end_the_core(params: object) -> None:
+    with made() as engine:
+        engine.add("odd", Prompt([1, 2, 3], new=1, params={"kvconnect": {}}))
+        request = engine.scheduler.requests["odd"]
+        request.kv_transfer_params = params
+        engine.connector.on_new_request(request)
+        request.kv_transfer_params = None  # vLLM itself wants an object or nothing
+        engine.drain()
+
+
+# What is learned of steps -----------------------------------------------------------------------
+
+
+def test_steps_without_tokens_are_not_taken_for_others(tmp_path: Path) -> None:
+    prompts = [Prompt(tokens(Random(n), 100), new=4) for n in range(4)]
+    with made(settings=disk(tmp_path, load_when="faster")) as engine:
+        for number, prompt in enumerate(prompts):
+            engine.faults.store_gate.close()  # the next request waits for its look-up
+            engine.add(f"r{number}", prompt)
+            for _ in range(4):
+                engine.step()
+            engine.faults.store_gate.open()
+            engine.drain()
+        # Control: the time of another step is seen.
+        models = [v for v in vars(engine.connector.scheduler.tiers).values() if _learns(v)]
+        watch_cost_model(engine.connector.scheduler, [7])
+        with pytest.raises(WrongStep):
+            models[0].prefilled(8, 0.1, 0.0)
+
+
+def _learns(value: object) -> bool:
+    return hasattr(value, "prefilled")
+
+
+# Features that stay on --------------------------------------------------------------------------
+
+
+def test_a_window_does_not_push_full_attention_out_of_a_look_up(tmp_path: Path) -> None:
+    """A look-up that may ask for few keys still finds a prompt of which a disk has everything."""
+    shape = {"kind": "windows", "blocks": 80, "slots": 240, "settings": disk(tmp_path)}
+    prompt = Prompt(tokens(Random(2), 30 * BLOCK), new=1)
+    with made(**shape) as engine:
+        engine.run("first", prompt)
+        engine.drain()
+    with made(**shape) as engine, patch.object(search, "MAX_KEYS", 40):
+        engine.run("again", prompt)
+        engine.drain()
+        assert engine.counts.get(("prompt_tokens", "disk"), 0) >= 25 * BLOCK
+
+
+def test_requests_that_share_a_prefix_pin_it_once(tmp_path: Path) -> None:
+    """Many requests wait with a common prefix in host memory, and each reads its end from disk."""
+    prefix, requests = tokens(Random(2), 8 * BLOCK), 5
+    prompts = [[*prefix, *tokens(Random(n), 2 * BLOCK)] for n in range(requests)]
+    settings = disk(tmp_path)
+    with made(blocks=80, settings=settings) as engine:
+        for number, prompt in enumerate(prompts):
+            engine.run(f"r{number}", Prompt(prompt, new=1))
+        engine.drain()
+    with made(blocks=80, slots=80, settings=settings) as engine:
+        engine.run("prefix", Prompt(prefix, new=1))
+        engine.drain()
+        assert engine.forget_device()
+        engine.faults.store_gate.close()
+        for number, prompt in enumerate(prompts):
+            engine.add(f"r{number}", Prompt(prompt, new=1))
+        engine.step()
+        engine.faults.store_gate.open()
+        engine.drain()
+        assert not engine.counts.get(("tier_decisions", "no_space"))
+        assert engine.counts["prompt_tokens", "disk"] >= requests * BLOCK
+
+
+# Costs on the scheduler's thread ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_a_store_costs_the_same_however_many_slots_wait_for_the_disk(
+    policy: str, tmp_path: Path
+) -> None:
+    few, many = (_eviction_lines(policy, slots, tmp_path / str(slots)) for slots in (64, 640))
+    assert many <= 2 * few, (few, many)
+
+
+def _eviction_lines(policy: str, slots: int, folder: Path) -> int:
+    """Return what evictions for some blocks cost in a tier of which the disk holds a quarter."""
+    shape = {"slots": slots, "settings": disk(folder, policy=policy)}
+    with made(**shape) as engine:
+        engine.faults.store_gate.close()
+
+        def store(name: str) -> None:
+            engine.run(name, Prompt(tokens(Random(name), 8 * BLOCK), new=1, skips_cache=True))
+
+        for number in range(slots // 8 + 4):
+            store(f"r{number}")
+        return lines_of(lambda: store("last"), "offload/eviction/")
+
+
+def test_a_request_that_waits_costs_the_same_however_long_its_prompt_is(tmp_path: Path) -> None:
+    few, many = (_waiting_lines(blocks, tmp_path / str(blocks)) for blocks in (8, 48))
+    assert many <= 1.2 * few, (few, many)
+
+
+def _waiting_lines(blocks: int, folder: Path) -> int:
+    """Return what ten steps cost in which a request waits for the end of its prompt, of which so
+    many blocks are in host memory."""
+    shape = {"blocks": 160, "slots": 320, "step_tokens": 64, "settings": disk(folder)}
+    prefix = tokens(Random(1), blocks * BLOCK)
+    prompt = Prompt([*prefix, *tokens(Random(2), 2 * BLOCK)], new=1)
+    with made(**shape) as engine:
+        engine.run("first", prompt)
+        engine.drain()
+    with made(**shape) as engine:
+        engine.run("prefix", Prompt(prefix, new=1))
+        engine.drain()
+        assert engine.forget_device()
+        engine.faults.read_gate.close()
+        engine.add("waits", prompt)
+        engine.step_until(lambda: engine.faults.read_gate.reached)
+        engine.step()
+
+        def steps() -> None:
+            for _ in range(10):
+                engine.step()
+
+        cost = lines_of(steps, "tiers/planner", "tiers/lookup", "cache/groups", "offload/index")
+        assert engine.live() == ["waits"]
+        engine.faults.read_gate.open()
+        engine.drain()
+        assert engine.counts["prompt_tokens", "disk"] >= 2 * BLOCK
+        return cost
+
+
+class CountingDeque(deque[int]):
+    """Counts the items that removals look at."""
+
+    looked_at: ClassVar[int] = 0
+
+    def remove(self, item: int) -> None:
+        CountingDeque.looked_at += self.index(item) + 1
+        super().remove(item)
+
+
+def test_a_drop_costs_the_same_however_many_slots_there_are() -> None:
+    with patch.object(s3fifo, "deque", CountingDeque, create=True):
+        few, many = (_dropped(slots) for slots in (64, 640))
+    assert many <= 2 * few + 16, (few, many)
+
+
+def _dropped(slots: int) -> int:
+    """Return how many items a drop of some blocks looks at, in a full tier."""
+    drop = {"kvconnect": {"drop": True}}
+    with made(slots=slots, settings={"policy": "s3fifo"}) as engine:
+        for number in range(slots // 8):
+            engine.run(f"r{number}", Prompt(tokens(Random(number), 8 * BLOCK), new=1))
+        engine.drain()
+        before = CountingDeque.looked_at
+        last = tokens(Random(slots // 8 - 1), 8 * BLOCK)
+        engine.run("drops", Prompt(last, new=1, params=drop))
+        engine.drain()
+        return CountingDeque.looked_at - before
+
+
+def test_wrong_tokens_are_seen_in_scenarios_too() -> None:
+    """Control of the first scenario: a reset that the connector ignores."""
+    shared = tokens(Random(2), 6 * BLOCK)
+    with made() as engine, patch.object(KVConnect, "reset_cache", lambda _: True):
+        engine.run("first", Prompt(shared, new=1))
+        engine.drain()
+        assert engine.reset("new")
+        with pytest.raises(WrongTokens):
+            engine.run("new", Prompt([*shared, 5], new=1))
