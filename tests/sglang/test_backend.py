@@ -14,9 +14,10 @@ import pytest
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 
 from kvconnect.config import Config
-from kvconnect.engines.sglang import backend, runtime_context, tracing
+from kvconnect.engines.sglang import backend, hooks, runtime_context
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
+from kvconnect.engines.sglang.claims import RoomClaims
 from kvconnect.engines.sglang.prompts import AdapterContents
 from kvconnect.engines.sglang.rooms import SendRoom
 from kvconnect.errors import ConfigError
@@ -56,7 +57,7 @@ class Agent:
 def manager(**parts: Any) -> Any:
     made = object.__new__(KVConnectManager)
     made.streams, made.agent, made.spans = Streams(), Agent(), None  # type: ignore[assignment]
-    made.kv_args = SimpleNamespace(page_size=PAGE)
+    made.kv_args, made.claims = SimpleNamespace(page_size=PAGE), RoomClaims()
     for name, part in parts.items():
         setattr(made, name, part)
     return made
@@ -68,7 +69,7 @@ def receiver(ask: Any, infos: list[dict[str, Any]]) -> tuple[Any, list[str]]:
     made.kv_mgr = manager(
         decode_rooms=SimpleNamespace(request=ask), fail=lambda _room, why: failed.append(why)
     )
-    made.bootstrap_room, made.bootstrap_infos = ROOM, infos
+    made.bootstrap_room, made.bootstrap_infos, made.owns_room = ROOM, infos, True
     made.prefill_info = SimpleNamespace(attn_tp_size=1, pp_size=1)
     return made, failed
 
@@ -190,16 +191,16 @@ def test_what_is_known_of_a_request_from_its_queue() -> None:
     opened: list[PromptIdentity] = []
     req = SimpleNamespace(
         bootstrap_room=ROOM,
-        disagg_kv_sender=SimpleNamespace(open=opened.append),
+        disagg_kv_sender=SimpleNamespace(open=opened.append, owns_room=True, give_up=None),
         origin_input_ids=range(3 * PAGE + 1),
         lora_id=None,
         extra_key=None,
         cache_salt=None,
         multimodal_inputs=None,
     )
-    tracing._after_sender(True, queue, req, 4)
+    hooks.after_sender(True, queue, req, 4)
     assert room.prompt_blocks == 3
     assert [prompt.tokens for prompt in opened] == [3 * PAGE + 1]
     assert (queue.kv_manager.streams.forward, queue.kv_manager.overlaps) == ("forward", False)
     stock = SimpleNamespace(kv_manager=SimpleNamespace(), scheduler=scheduler)
-    tracing._after_sender(True, stock, req, 4)  # SGLang's own backends are left alone
+    hooks.after_sender(True, stock, req, 4)  # SGLang's own backends are left alone

@@ -49,7 +49,7 @@ def _register() -> None:
     from sglang.srt.disaggregation.utils import TransferBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from kvconnect.engines.sglang import tracing  # imports torch
+    from kvconnect.engines.sglang import hooks  # imports torch
 
     found = engine_versions.installed("sglang")
     if found != TESTED:
@@ -60,14 +60,14 @@ def _register() -> None:
     _add_member(TransferBackend, NAME)
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
     weights.watch()
-    tracing.watch()
+    hooks.watch()
     if is_layerwise():
-        from kvconnect.engines.sglang import layerwise as hooks
+        from kvconnect.engines.sglang import layerwise
 
-        HookRegistry.register(hooks.RUN_BATCH, hooks.around_run_batch, HookType.AROUND)
-        HookRegistry.register(hooks.CHECKPOINT, hooks.around_checkpoint, HookType.AROUND)
-        for attention in hooks.ATTENTION:
-            HookRegistry.register(attention, hooks.around_attention, HookType.AROUND)
+        HookRegistry.register(layerwise.RUN_BATCH, layerwise.around_run_batch, HookType.AROUND)
+        HookRegistry.register(layerwise.CHECKPOINT, layerwise.around_checkpoint, HookType.AROUND)
+        for attention in layerwise.ATTENTION:
+            HookRegistry.register(attention, layerwise.around_attention, HookType.AROUND)
     logger.info(
         "kvconnect %s: transfer backend %r is available, layer-wise push is %s",
         engine_versions.installed("kvconnect"),

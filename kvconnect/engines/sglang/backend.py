@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import (
@@ -35,13 +35,14 @@ from kvconnect.config import Config, config_from_environment, listen_address
 from kvconnect.disaggregation.agent import start_agent
 from kvconnect.engines.sglang import layerwise, runtime_context, translate, weights
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses, endpoint_of, forget_ranks
+from kvconnect.engines.sglang.claims import RoomClaims, RoomOwner, contains_errors
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.engines.sglang.prompts import AdapterContents
-from kvconnect.engines.sglang.rooms import PrefillRooms, contain_room_errors, is_room
+from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.engines.sglang.stats import publish_regularly
 from kvconnect.engines.sglang.tracing import make_spans
-from kvconnect.errors import ConfigError, Refused, refusing
+from kvconnect.errors import ConfigError, Refused, contained, refusing
 from kvconnect.offload.streams import DeviceFence
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.transport.base import Fence
@@ -51,7 +52,6 @@ logger = logging.getLogger(__name__)
 
 _LAST_PORT = 0xFFFF
 
-_NO_ROOM = "is no number from 1 to 2**63 - 1"
 # SGLang raises these for a prefill server that does not fit, or whose answer is malformed.
 _SGLANG_ERRORS = (
     *(RuntimeError, AssertionError, TypeError, ValueError, LookupError),
@@ -88,6 +88,7 @@ class KVConnectManager(CommonKVManager):
         )
         model = runtime_context.model(args, server_args, bool(is_mla_backend))
         self._sends = disaggregation_mode == DisaggregationMode.PREFILL
+        self.claims = RoomClaims()
         address = _address(config) if self._sends else None
         mixes = config.disaggregation.mix_weights
         own = weights.identity(mixes=mixes)
@@ -128,8 +129,9 @@ class KVConnectManager(CommonKVManager):
         if not self.agent.has_news:
             return
         finished, notices = self.agent.poll()
-        if self.spans is not None:
-            self.spans.take(finished, notices)
+        with contained(_log_span_error):
+            if self.spans is not None:
+                self.spans.take(finished, notices)
         if self._sends:
             self.prefill_rooms.take(notices)
         else:
@@ -218,8 +220,14 @@ class KVConnectManager(CommonKVManager):
             self.failure_records.setdefault(room, why)
         self.update_status(room, KVPoll.Failed)
 
+    def take_reason(self, room: int) -> str:
+        """Return why a room failed, and forget that; "" if it has not."""
+        with self.failure_lock:
+            why: str = self.failure_records.pop(room, "")
+        return why
 
-class KVConnectSender(CommonKVSender):
+
+class KVConnectSender(RoomOwner, CommonKVSender):
     """One request on the prefill side. For the scheduler's thread."""
 
     def __init__(
@@ -229,41 +237,88 @@ class KVConnectSender(CommonKVSender):
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
-        if not is_room(bootstrap_room):
-            mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} {_NO_ROOM}")
+        mgr.poll_agent()
+        previous = mgr.claims.owner(bootstrap_room)
+        if isinstance(previous, KVConnectSender):
+            previous.settle()
+        room = self.claim(mgr, bootstrap_room)
+        named = req_has_disagg_prefill_dp_rank or not self.owns_room
+        super().__init__(mgr, bootstrap_addr, room, named)
+        if not self.owns_room:
+            self.conclude_state = KVPoll.Failed
+            super().clear()
 
     def open(self, prompt: PromptIdentity) -> None:
         """Open the request's room for a reader with the same prompt."""
-        if self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Bootstrapping:
+        if (
+            self.owns_room
+            and self.kv_mgr.request_status.get(self.bootstrap_room) == KVPoll.Bootstrapping
+        ):
             self.kv_mgr.prefill_rooms.open(self.bootstrap_room, prompt)
 
+    def settle(self) -> None:
+        """Let go of the room if the hand-off is over, although SGLang has not polled it yet: a
+        request that decode asks for again may come before that."""
+        status = self.kv_mgr.request_status.get(self.bootstrap_room)
+        room = self.kv_mgr.prefill_rooms.find(self.bootstrap_room)
+        # Frees have to come at the same point on every rank.
+        if status in (KVPoll.Success, KVPoll.Failed) and not (room and room.deferred_frees):
+            self.conclude_state = status
+            self.clear()
+
+    @contains_errors()
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        super().init(num_kv_indices, aux_index)
+
+    @contains_errors(0)
     def pop_decode_prefix_len(self) -> int:
         """Return how many tokens the decode engine already has."""
+        if not self.owns_room:
+            return 0
         pages = self.kv_mgr.prefill_rooms.prefix(self.bootstrap_room)
         tokens: int = pages * self.kv_mgr.kv_args.page_size
         return tokens
 
+    @contains_errors()
+    def send(self, *args: Any, **kwargs: Any) -> None:
+        if self.owns_room:
+            super().send(*args, **kwargs)
+
     def poll(self) -> int:
         self.kv_mgr.poll_agent()
-        status: int = super().poll()
-        return status
+        return self._poll(super().poll)
+
+    def poll_pp_consensus(self) -> int:
+        self.kv_mgr.poll_agent()
+        return self._poll(super().poll_pp_consensus)
+
+    @contains_errors(KVPoll.Failed)
+    def _poll(self, poll: Callable[[], int]) -> int:
+        return poll()
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Return the bytes sent to readers, and the seconds that took."""
         return self._transfer_metric
 
+    @contains_errors()
     def clear(self) -> None:
+        if not self.owns_room:
+            return
         moved = self.kv_mgr.prefill_rooms.moved(self.bootstrap_room)
         if moved is not None:
             self._transfer_metric.transfer_total_bytes = moved.nbytes
             self._transfer_metric.transfer_latency_s = moved.seconds
         self._close()
         super().clear()
+        self.release()
 
+    @contains_errors()
     def abort(self) -> None:
-        super().abort()
-        self._close()
+        """Fail the request and let go of its room: SGLang does not clear every aborted request."""
+        if self.owns_room:
+            super().abort()
+            self.clear()
+        self.conclude_state = KVPoll.Failed
 
     def _close(self) -> None:
         self.kv_mgr.prefill_rooms.close(self.bootstrap_room)
@@ -271,20 +326,26 @@ class KVConnectSender(CommonKVSender):
             self.kv_mgr.spans.end(self.bootstrap_room)
 
 
-class KVConnectReceiver(CommonKVReceiver):
+class KVConnectReceiver(RoomOwner, CommonKVReceiver):
     """One request on the decode side. For the scheduler's thread."""
 
     parent: Any = None  # context with the request's own span, if it has one
     prompt: PromptIdentity = NO_PROMPT
+    bootstrap_infos: list[dict[str, Any]] | None = None  # not known before ``init``
 
     def __init__(
         self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
         mgr.forget_ended()
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        if not is_room(bootstrap_room):
-            mgr.fail(bootstrap_room, f"bootstrap_room={bootstrap_room!r} {_NO_ROOM}")
+        super().__init__(mgr, bootstrap_addr, self.claim(mgr, bootstrap_room))
+        if not self.owns_room:
+            self.conclude_state = KVPoll.Failed
+            super().clear()
         mgr.addresses.allows(bootstrap_addr)  # starts resolving the name
+
+    @contains_errors()
+    def init(self, prefill_dp_rank: int) -> None:
+        super().init(prefill_dp_rank)
 
     def send_metadata(
         self,
@@ -298,12 +359,12 @@ class KVConnectReceiver(CommonKVReceiver):
         """Request pages into ``kv_indices`` (int32 [pages]), which follow the local prefix."""
         if destination != KVTransferDestination.DEVICE or more:
             raise NotImplementedError(f"kvconnect receives into device pools, not {destination}")
-        if self.bootstrap_infos is None:
+        if self.bootstrap_infos is None or not self.owns_room:
             return  # the request has failed already
-        with contain_room_errors(self.kv_mgr.agent, self.bootstrap_room, self.kv_mgr.fail):
-            self._request_pages(kv_indices, aux_index, state_indices, decode_prefix_len or 0)
+        self._request_pages(kv_indices, aux_index, state_indices, decode_prefix_len or 0)
         self.init_time = time.time()  # SGLang's own limit for an answer runs from now
 
+    @contains_errors()
     def _request_pages(
         self,
         kv_indices: Any,
@@ -317,7 +378,7 @@ class KVConnectReceiver(CommonKVReceiver):
                 first=prefix_tokens // self.kv_mgr.kv_args.page_size,
                 ids=_ids(kv_indices),
                 rest=tuple(self.kv_mgr.rest(aux_index, state_indices)),
-                workers=tuple(endpoint_of(found) for found in self.bootstrap_infos),
+                workers=tuple(endpoint_of(found) for found in self.bootstrap_infos or ()),
                 tp=int(info.attn_tp_size),
                 pp=int(info.pp_size),
                 prompt=self.prompt,
@@ -333,6 +394,10 @@ class KVConnectReceiver(CommonKVReceiver):
 
     def poll(self) -> int:
         self.kv_mgr.poll_agent()
+        return self._poll_room()
+
+    @contains_errors(KVPoll.Failed)
+    def _poll_room(self) -> int:
         status: int = super().poll()
         if status == KVPoll.Bootstrapping:
             why = self.kv_mgr.addresses.refusal(self.bootstrap_addr)
@@ -342,6 +407,22 @@ class KVConnectReceiver(CommonKVReceiver):
         if status == KVPoll.Failed:
             self._forget_prefill()
         return status
+
+    @contains_errors()
+    def clear(self) -> None:
+        if self.owns_room:
+            super().clear()
+            self.release()
+
+    @contains_errors()
+    def abort(self) -> None:
+        if self.owns_room:
+            super().abort()
+        self.conclude_state = KVPoll.Failed
+
+    @contains_errors()
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        super().ensure_abort_notified(force_arm=force_arm)
 
     def _forget_prefill(self) -> None:
         """Make the next request look up the prefill ranks again: they may have been restarted."""
@@ -393,6 +474,10 @@ def _address(config: Config) -> tuple[str, int]:
         fix = f"rank {runtime_context.rank_number()} would listen at port {port}; use a lower port"
         raise ConfigError("listen", config.network.listen, fix)
     return host, port
+
+
+def _log_span_error(error: Exception) -> None:
+    logger.error("a span of a hand-off was not recorded", exc_info=error)
 
 
 def _ids(indices: Any) -> array[int]:

@@ -62,6 +62,7 @@ class DecodeRooms:
         self._arrived, self._failed = arrived, failed
         self._requested_at: dict[JobId, float] = {}  # monotonic seconds, of unfinished jobs
         self._jobs: dict[int, set[JobId]] = {}  # by room; clients may give a room to two requests
+        self._dropped: set[JobId] = set()  # unfinished jobs whose outcome nobody waits for
         self._last = 0
 
     def request(self, room: int, request: RoomRequest) -> None:
@@ -92,10 +93,12 @@ class DecodeRooms:
         self._agent.run(DisaggregationInstructions(receives=[receive], keeps=refusals))
 
     def drop(self, room: int) -> None:
-        """Stop receiving a room; :meth:`is_over` says when that is done."""
-        drops = [Drop(job) for job in self._jobs.get(room, ())]
-        if drops:
-            self._agent.run(DisaggregationInstructions(drops=drops))
+        """Stop receiving a room; :meth:`is_over` says when that is done. The outcome is not told:
+        the next request of this room may be here by then."""
+        jobs = self._jobs.get(room, set()) - self._dropped
+        if jobs:
+            self._dropped |= jobs
+            self._agent.run(DisaggregationInstructions(drops=[Drop(job) for job in jobs]))
 
     def is_over(self, room: int) -> bool:
         """Return whether no page of a room can be written any more."""
@@ -110,7 +113,9 @@ class DecodeRooms:
                 if not self._jobs[room]:
                     del self._jobs[room]
                 self._count(time.monotonic() - self._requested_at.pop(job.job), report)
-                if report.failures:
+                if job.job in self._dropped:
+                    self._dropped.discard(job.job)
+                elif report.failures:
                     self._failed(room, self._why(report, job))
                 else:
                     self._arrived(room)

@@ -111,7 +111,7 @@ class LayerwisePush:
     @contextmanager
     def entering(self, scheduler: Any, req: Any) -> Iterator[None]:
         """Wrap SGLang's entry of a request into its prefix cache: defer frees of offered pages."""
-        room = self._prefill_rooms.find(req.bootstrap_room)
+        room = self._find(req)
         if room is None or not room.offered_ahead:
             yield
             return
@@ -121,12 +121,16 @@ class LayerwisePush:
         if found.frees:
             room.keep(found.pages(allocator.page_size), found.frees)
 
+    def _find(self, req: Any) -> SendRoom | None:
+        """Return the open room of a request, if the room is this request's."""
+        sender = getattr(req, "disagg_kv_sender", None)
+        owns = getattr(sender, "owns_room", False)
+        return self._prefill_rooms.find(req.bootstrap_room) if owns else None
+
     def _offers(self, scheduler: Any, batch: Any) -> Iterator[OfferBlocks]:
         size = scheduler.token_to_kv_pool_allocator.page_size
         for req in batch.reqs:
-            if req.pending_bootstrap or getattr(req, "disagg_kv_sender", None) is None:
-                continue
-            room = self._prefill_rooms.find(req.bootstrap_room)
+            room = None if req.pending_bootstrap else self._find(req)
             if room is None:
                 continue
             end = min(req.extend_end, len(req.origin_input_ids)) // size

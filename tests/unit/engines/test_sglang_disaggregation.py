@@ -489,7 +489,7 @@ def request_of(tokens: int, end: int) -> Any:
     return SimpleNamespace(
         pending_bootstrap=False,
         kv=SimpleNamespace(req_pool_idx=0, cache_protected_len=0),
-        disagg_kv_sender=object(),
+        disagg_kv_sender=SimpleNamespace(owns_room=True),
         bootstrap_room=ROOM,
         extend_end=end,
         origin_input_ids=range(tokens),

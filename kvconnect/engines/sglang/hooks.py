@@ -1,0 +1,69 @@
+"""Hooks on SGLang's queues: what its backend is not told, and a poll that SGLang leaves out.
+
+SGLang gives its backend only the room of a request. Two hooks read more from the requests for which
+SGLang makes senders and receivers. A third polls the agent on every pipeline stage of a prefill
+engine, since SGLang polls new requests on the first stage alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kvconnect.engines.sglang.prompts import prompt_identity
+from kvconnect.engines.sglang.rooms import contain_room_errors
+from kvconnect.engines.sglang.tracing import context_of
+
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_BOOTSTRAP = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+SEND = f"{_BOOTSTRAP}.create_sender"
+POP = f"{_BOOTSTRAP}.pop_bootstrapped"
+RECEIVE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+
+
+def watch() -> None:
+    """Register the hooks if this is a scheduler's process. The plugin calls this when loaded."""
+    if _SCHEDULER not in sys.modules:
+        return  # other processes have no senders and receivers
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(SEND, after_sender, HookType.AFTER)
+    HookRegistry.register(POP, before_pop, HookType.BEFORE)
+    HookRegistry.register(RECEIVE, after_receiver, HookType.AFTER)
+
+
+def after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    """Hook after ``PrefillBootstrapQueue.create_sender``: streams, and the prompt."""
+    manager = queue.kv_manager
+    prefill_rooms = getattr(manager, "prefill_rooms", None)  # other backends have none
+    sender: Any = getattr(req, "disagg_kv_sender", None)
+    if prefill_rooms is None or not getattr(sender, "owns_room", False):
+        return
+    with contain_room_errors(manager.agent, req.bootstrap_room, sender.give_up):
+        manager.streams.forward = queue.scheduler.forward_stream
+        manager.overlaps = queue.scheduler.enable_overlap
+        sender.open(prompt_identity(req, queue.scheduler, manager.adapters))
+        room = prefill_rooms.find(req.bootstrap_room)
+        if room is not None:
+            room.prompt_blocks = len(req.origin_input_ids) // manager.kv_args.page_size
+        if manager.spans is not None:
+            manager.spans.begin("kvconnect.hold", req.bootstrap_room, context_of(req), None)
+
+
+def before_pop(queue: Any, *_: Any, **__: Any) -> None:
+    """Hook before ``PrefillBootstrapQueue.pop_bootstrapped``, which runs on every stage."""
+    manager = queue.kv_manager
+    if getattr(manager, "prefill_rooms", None) is not None:
+        manager.poll_agent()
+
+
+def after_receiver(made: Any, queue: Any, *_: Any, **__: Any) -> None:
+    """Hook after ``DecodePreallocQueue._create_receiver_and_enqueue``: streams, span and prompt."""
+    manager = queue.kv_manager
+    if getattr(manager, "decode_rooms", None) is None:
+        return
+    receiver = made.kv_receiver
+    with contain_room_errors(manager.agent, receiver.bootstrap_room, receiver.give_up):
+        manager.streams.forward = queue.scheduler.forward_stream
+        receiver.parent = context_of(made.req)
+        receiver.prompt = prompt_identity(made.req, queue.scheduler, manager.adapters)
