@@ -19,7 +19,7 @@ from kvconnect.engines.sglang.claims import RoomClaims
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms
 from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.protocol.prompts import NO_PROMPT
-from tests.unit.engines.test_sglang_disaggregation import TOKENS, Decode, Prefill
+from tests.unit.engines.sglang_ranks import TOKENS, Decode, Prefill
 
 SERVER = "127.0.0.1:80"
 

@@ -28,7 +28,7 @@ from kvconnect.engines.sglang.decode_rooms import DecodeRooms
 from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.types import Rank
 from tests.sglang.live_rooms import ask, decode_manager, prefill_manager, receiver, sender
-from tests.unit.engines.test_sglang_disaggregation import ROOM, Decode, Prefill, engines
+from tests.unit.engines.sglang_ranks import ROOM, Decode, Prefill, engines
 
 WAIT_S = 20.0
 
