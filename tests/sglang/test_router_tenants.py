@@ -6,12 +6,16 @@ import json
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import sglang
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from kvconnect.router.fields import DECISIONS
+from kvconnect.router.fields import DECISIONS, INTERNAL_SAMPLING
 from kvconnect.router.policy.loads import Engine
 from scripts.engine_api.fields import request_fields
 from tests.engines.models import prompt_tokens
@@ -23,6 +27,40 @@ KEYS = {"a": "sk-0123456789abcdef", "b": "sk-4a7f0c2be19d4e5f"}
 DIGITS = "0123456789abcdef"
 LONG = 160  # tokens that take a while
 OTHERS = 6
+
+
+SAMPLING = frozenset(
+    [
+        "max_new_tokens",
+        "stop",
+        "stop_token_ids",
+        "stop_regex",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "min_new_tokens",
+        "n",
+        "beam_width",
+        "json_schema",
+        "regex",
+        "ebnf",
+        "structural_tag",
+        "ignore_eos",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "no_stop_trim",
+        "stream_interval",
+        "logit_bias",
+        "sampling_seed",
+        "custom_params",
+        "watermark",
+    ]
+)
+"""Sampling parameters that clients may set."""
 
 
 class Tenants(NamedTuple):
@@ -73,11 +111,13 @@ def test_a_client_that_leaves_ends_no_other_tenants_requests(tenants: Tenants) -
 def test_control_a_server_aborts_by_prefix(tenants: Tenants) -> None:
     """So ids of clients must not reach it."""
     server = tenants.servers[0]
-    with ThreadPoolExecutor(1) as pool:
-        victim = pool.submit(finish, server, prompt_tokens(20), rid="0123")
-        until(lambda: running(server) >= 1, "the request runs")
+    body = server.body(prompt_tokens(20), 4 * LONG, rid="0123", stream=True)
+    with server.open("/generate", body) as lines:
+        events = (json.loads(line[6:]) for line in lines if line.startswith(b"data: {"))
+        next(events)
         server.post("/abort_request", {"rid": "0"})
-        assert victim.result() == "abort"
+        *_, last = events
+    assert last["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def running(server: SglangServer) -> float:
@@ -183,16 +223,11 @@ def close(one: Any, other: Any) -> bool:
 
 
 def test_every_field_of_the_installed_sglang_is_decided() -> None:
-    import sglang
-
     known = request_fields(Path(sglang.__file__).parents[1], "sglang")
     decided = {path: DECISIONS[Engine.SGLANG].decided(path) for path in known}
     assert {
         path: known[path] - decided[path] for path in known if known[path] - decided[path]
     } == {}
     # The sources were read as the server reads them.
-    from dataclasses import fields
-
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
     assert known["/generate"] == {field.name for field in fields(GenerateReqInput)}
+    assert {*SamplingParams.__struct_fields__} == SAMPLING | INTERNAL_SAMPLING, "decide about it"
