@@ -229,7 +229,8 @@ def test_a_peer_with_another_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "fix"), [(None, "make it readable"), ("short", "put at least 16 random bytes")]
+    ("content", "fix"),
+    [(None, "name a file that can be read"), ("short", "put at least 16 random bytes")],
 )
 def test_a_key_file_that_cannot_be_used(tmp_path: Path, content: str | None, fix: str) -> None:
     key = tmp_path / "key"
