@@ -70,6 +70,7 @@ def receiver(ask: Any, infos: list[dict[str, Any]]) -> tuple[Any, list[str]]:
         decode_rooms=SimpleNamespace(request=ask), fail=lambda _room, why: failed.append(why)
     )
     made.bootstrap_room, made.bootstrap_infos, made.owns_room = ROOM, infos, True
+    made._forget_prefill = lambda: None
     made.prefill_info = SimpleNamespace(attn_tp_size=1, pp_size=1)
     return made, failed
 

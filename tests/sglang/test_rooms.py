@@ -27,7 +27,7 @@ from kvconnect.engines.sglang.claims import RoomClaims
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms
 from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.types import Rank
-from tests.sglang.live_rooms import ask, decode_manager, prefill_manager, receiver, sender
+from tests.sglang.live_rooms import SERVER, ask, decode_manager, prefill_manager, receiver, sender
 from tests.unit.engines.sglang_ranks import ROOM, Decode, Prefill, engines
 
 WAIT_S = 20.0
@@ -192,6 +192,23 @@ def test_a_receiver_that_knows_no_server_yet_cannot_be_asked_for_pages(closing: 
     waiting = receiver(decode, [source], ROOM, known=False)
     ask(waiting, [7])
     assert waiting.poll() == KVPoll.Bootstrapping
+
+
+def test_only_an_answer_that_cannot_be_used_is_asked_for_again(closing: ExitStack) -> None:
+    """Servers that were lost are forgotten where the connection ended."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    manager = decode_manager(reader)
+    manager.prefill_info_table[SERVER] = known = object()
+    left = receiver(manager, [source], ROOM)
+    ask(left, [7])
+    left.abort()
+    assert left.poll() == KVPoll.Failed
+    assert manager.prefill_info_table == {SERVER: known}
+    broken = receiver(manager, [source], ROOM - 1)
+    broken.bootstrap_infos = [{}]
+    ask(broken, [8])
+    assert broken.poll() == KVPoll.Failed
+    assert manager.prefill_info_table == {}
 
 
 @pytest.mark.parametrize("room", [0, -1, 2**63, None, "7", True, [1]])

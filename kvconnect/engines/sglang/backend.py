@@ -391,6 +391,7 @@ class KVConnectReceiver(RoomOwner, CommonKVReceiver):
         except (KeyError, TypeError, ValueError, Refused) as error:
             why = f"the bootstrap server's answer cannot be used ({type(error).__name__}: {error})"
             self.kv_mgr.fail(self.bootstrap_room, why)
+            self._forget_prefill()
 
     def poll(self) -> int:
         self.kv_mgr.poll_agent()
@@ -404,8 +405,6 @@ class KVConnectReceiver(RoomOwner, CommonKVReceiver):
             if why:
                 self.kv_mgr.fail(self.bootstrap_room, why)
                 status = super().poll()
-        if status == KVPoll.Failed:
-            self._forget_prefill()
         return status
 
     @contains_errors()
@@ -425,7 +424,8 @@ class KVConnectReceiver(RoomOwner, CommonKVReceiver):
         super().ensure_abort_notified(force_arm=force_arm)
 
     def _forget_prefill(self) -> None:
-        """Make the next request look up the prefill ranks again: they may have been restarted."""
+        """Make the next request ask the bootstrap server again, since its answer cannot be used.
+        Servers that were lost are forgotten by :meth:`KVConnectManager.forget_ended`."""
         self.invalidate_cached_bootstrap_infos()
         with self.kv_mgr.connection_lock:
             self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)

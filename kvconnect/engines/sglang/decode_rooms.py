@@ -72,13 +72,13 @@ class DecodeRooms:
             Refused: this rank and that engine cannot share the heads evenly.
         """
         source = PrefillSource("", 0, request.workers, request.tp, request.pp)
-        refusals = self._refusals(room, source)
+        spans = (Span(0, request.first, request.ids), *request.rest)
+        spans = tuple(span for span in spans if span.block_ids)
+        refusals = self._refusals(room, source, spans)
         self._last += 1
         job = JobId(self._last)
         self._requested_at[job] = time.monotonic()
         self._jobs.setdefault(room, set()).add(job)
-        spans = (Span(0, request.first, request.ids), *request.rest)
-        spans = tuple(span for span in spans if span.block_ids)
         receive = Receive(
             job=job,
             req_id=str(room),
@@ -147,10 +147,11 @@ class DecodeRooms:
         size, _ = self._groups[span.group]
         return span.first * size, (span.first + len(span.block_ids)) * size
 
-    def _refusals(self, room: int, source: PrefillSource) -> list[Keep]:
-        """Return declines for workers that SGLang pairs with this one but whose blocks it does not
-        need, so that they do not wait for it."""
-        heads = [kv_heads for _, kv_heads in self._groups]
+    def _refusals(self, room: int, source: PrefillSource, spans: Sequence[Span]) -> list[Keep]:
+        """Return declines for workers that SGLang pairs with this one but from which it reads none
+        of ``spans``, so that they do not wait for it. If decode has the whole prompt, that is all
+        but the one that has the row."""
+        heads = [self._groups[span.group][1] for span in spans]
         needed = set(sources_for(self._rank, source.tp, source.pp, heads))
         idle = [e for e in source.endpoints if (e.pp_rank, e.tp_rank) not in needed]
         transfer = transfer_of(room)

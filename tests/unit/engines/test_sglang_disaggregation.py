@@ -128,15 +128,25 @@ def test_a_prefix_that_decode_has_is_not_sent_again(closing: ExitStack) -> None:
     assert not reader.page(0, 13).any()
 
 
-def test_a_prompt_that_decode_has_whole_still_brings_its_row(closing: ExitStack) -> None:
-    (source,), (reader,) = engines(closing, (1, 1), 2)
-    source.prefill_rooms.open(ROOM)
-    reader.ask([7, 2], [source], prefix=2)
-    until([source, reader], lambda: bool(source.ready))
-    source.send_all([3, 9], prefix=2)
-    until([source, reader], lambda: bool(reader.done and source.done))
-    assert torch.equal(reader.aux[0][4], source.aux[0][2])
-    assert not any(tensor.any() for tensor in reader.kv)
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize("kv_heads", [1, 4], ids=["mla", "gqa4"])
+def test_a_prompt_that_decode_has_whole_still_brings_its_row(
+    closing: ExitStack, sizes: tuple[int, int], kv_heads: int
+) -> None:
+    """A rank that holds heads, but not the row, is told that nothing is read from it."""
+    prefill, decode = engines(closing, sizes, kv_heads)
+    everyone = [*prefill, *decode]
+    for source in prefill:
+        source.prefill_rooms.open(ROOM)
+    for reader in decode:
+        reader.ask([7, 2], paired(reader, prefill, sizes), prefix=2)
+    until(everyone, lambda: all(source.ready for source in prefill))
+    for source in prefill:
+        source.send_all([3, 9], prefix=2)
+    until(everyone, lambda: all(rank.done for rank in everyone))
+    for reader in decode:
+        assert torch.equal(reader.aux[0][4], prefill[0].aux[0][2])
+        assert not any(tensor.any() for tensor in reader.kv)
 
 
 def test_state_goes_with_the_last_chunk(closing: ExitStack) -> None:
