@@ -367,8 +367,12 @@ class Engine:
         return True
 
     def change_weights(self, weights: object) -> None:
-        """Use other weights from now on."""
+        """Use other weights from now on, and tell the workers as vLLM's update of weights does:
+        KVConnect takes weights of which it is told nothing for those that the files have."""
         self.model.weights = weights
+        for worker in self.workers:
+            worker.worker.weights_updating(draft=False)
+            worker.worker.weights_updated(draft=False, from_files=False)
         for req_id in self.live():
             self.answers[req_id].spoiled = True
 
