@@ -6,10 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from queue import SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -19,6 +17,7 @@ from kvconnect.config import Config
 from kvconnect.disaggregation import bandwidth_probe
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
 from kvconnect.disaggregation.decode_executor import DecodeExecutor
+from kvconnect.disaggregation.layer_queue import LayerQueue
 from kvconnect.disaggregation.messages import (
     DisaggregationInstructions,
     Receive,
@@ -50,16 +49,21 @@ from kvconnect.transport.base import (
     PagesReceived,
     PagesSent,
     PeerDown,
+    PeerId,
     PeerUp,
     Security,
     Transport,
 )
 from kvconnect.transport.security import security_of
+from kvconnect.types import TransferId
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
+_STOP_S = 0.25  # how long an engine's thread waits for pages of an aborted request to be sent
+_END_S = 10.0  # ... and then for their connections to end, which takes as long as its threads do
+_STOP_CHECK_S = 0.001
 
 
 class HandoffAgent:
@@ -126,6 +130,29 @@ class HandoffAgent:
             if not self._offering:
                 self._sending.written(None, fence)
             self._receiving.begin_step(work, time.monotonic(), self._mark())
+
+    def await_stopped(self, transfer: TransferId) -> None:
+        """Return when no page of a withdrawn transfer is being sent any more.
+
+        Blocks for the time that the pages under way take. Connections that still send some after
+        ``_STOP_S`` are ended: a page that is sent later may be its next owner's.
+        """
+        limit = time.monotonic() + _STOP_S
+        ended: set[PeerId] = set()
+        while peers := self._sending_to(transfer):
+            if time.monotonic() >= limit:
+                if ended:
+                    logger.error("pages of an aborted request are still being sent")
+                    return
+                ended, limit = set(peers), time.monotonic() + _END_S
+                with self._lock:
+                    for peer in ended:
+                        self._sessions.disconnect(peer, "pages of an aborted request were stuck")
+            time.sleep(_STOP_CHECK_S)
+
+    def _sending_to(self, transfer: TransferId) -> list[PeerId]:
+        with self._lock:
+            return self._sending.sending_to(transfer)
 
     def layer_written(self, name: str) -> None:
         """A layer of this step has been launched. Takes no lock."""
@@ -253,59 +280,6 @@ class HandoffAgent:
             self._sending.on_message(session, message)
         else:
             self._receiving.on_message(session, message)
-
-
-class LayerQueue:
-    """Queue of launched layers, drained by a thread of its own.
-
-    The thread calls ``take(name, fence)`` for each layer and ``take(None, fence)`` for the rest of
-    a step, in order and with ``lock`` held. Threads: the engine's thread calls :meth:`put`, which
-    takes no lock; a holder of ``lock`` calls :meth:`catch_up` to drain the queue at once.
-    """
-
-    def __init__(
-        self,
-        lock: threading.Lock,
-        take: Callable[[str | None, Fence | None], None],
-        failed: Callable[[Exception], None],
-    ) -> None:
-        """``failed`` gets the errors of ``take``, with ``lock`` held."""
-        self._lock = lock
-        self._take = take
-        self._failed = failed
-        self._layers: deque[tuple[str | None, Fence | None]] = deque()
-        self._wake: SimpleQueue[bool] = SimpleQueue()  # False ends the thread
-        kind = threads.ThreadKind.LAYERS
-        self._thread = threads.make(kind, "kvconnect-layers", self._loop)
-        self._thread.start()
-
-    def put(self, name: str | None, fence: Fence | None) -> None:
-        """A layer, or the rest of the step, can be read once ``fence`` has passed."""
-        self._layers.append((name, fence))
-        self._wake.put(True)
-
-    def catch_up(self) -> None:
-        """Drain the queue. The caller holds ``lock``."""
-        # Entries leave the queue under the lock only; otherwise a layer could be taken late, as one
-        # of the next step.
-        while self._layers:
-            with contained(self._failed):
-                self._take(*self._layers.popleft())
-
-    def check(self) -> None:
-        """Raise :class:`TransferFailed` if the thread has died of a bug."""
-        if not self._thread.is_alive():
-            raise TransferFailed("the thread that sends layers has ended, see its traceback above")
-
-    def close(self, timeout_s: float) -> None:
-        """End the thread. Idempotent."""
-        self._wake.put(False)
-        self._thread.join(timeout_s)
-
-    def _loop(self) -> None:
-        while self._wake.get():
-            with self._lock:
-                self.catch_up()
 
 
 class WorkerCache(NamedTuple):

@@ -58,6 +58,10 @@ class PrefillExecutor:
         for order in work.withdrawals:
             self._run_actions(self._sender.withdraw(order))
 
+    def sending_to(self, transfer: TransferId) -> list[PeerId]:
+        """See :meth:`PrefillPlanner.sending_to`."""
+        return [PeerId(peer) for peer in self._sender.sending_to(transfer)]
+
     def outdate(self) -> None:
         """See :meth:`PrefillPlanner.outdate`."""
         self._sender.outdate()

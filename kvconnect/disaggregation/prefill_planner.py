@@ -310,6 +310,12 @@ class PrefillPlanner:
         self._writes.pending = [item for item in self._writes.pending if item[0] is not offered]
         return offered.withdraw(order.cause) + self._transfers.settle_transfer(order.transfer)
 
+    def sending_to(self, transfer: TransferId) -> list[int]:
+        """Return the peers to which pages of a transfer are under way."""
+        offered = self._transfers.offered.get(transfer)
+        readers = offered.readers.values() if offered is not None else ()
+        return [reader.request.peer for reader in readers if reader.in_flight]
+
     def renew(self, transfer: TransferId) -> list[Action]:
         """A decode engine still needs a transfer."""
         offered = transfer in self._transfers.offered

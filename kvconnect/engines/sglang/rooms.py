@@ -250,6 +250,8 @@ class PrefillRooms:
             # Withdraw what was offered: the next request of this room must not begin with it.
             if found.joined or found.served or found.given_up or found.offered is not None:
                 self._withdraw(room)
+                # SGLang frees the pages next, and their next owner may write to them.
+                self._agent.await_stopped(transfer_of(room))
             # Later readers are refused at once.
             elif room not in self._withdrawing and (
                 oldest := remember(self._unasked, room, None, _MOST_GIVEN_UP)

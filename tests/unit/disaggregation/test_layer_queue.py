@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvconnect.disaggregation.agent import LayerQueue
+from kvconnect.disaggregation.layer_queue import LayerQueue
 from kvconnect.errors import TransferFailed
 from kvconnect.transport.base import Fence
 
