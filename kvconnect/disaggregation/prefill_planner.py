@@ -257,8 +257,13 @@ class PrefillPlanner:
         return []
 
     def cancel(self, peer: int, read_id: int) -> list[Action]:
-        """A reader cancels a read."""
-        self._parked.pop((peer, read_id), None)
+        """A reader cancels a read. If it was the only one of a transfer that has not begun, nobody
+        will read the transfer, and the prefill need not wait for a reader."""
+        parked = self._parked.pop((peer, read_id), None)
+        if parked is not None:
+            transfer = parked.request.transfer
+            others = any(item.request.transfer == transfer for item in self._parked.values())
+            return [] if others else self.decline(transfer)
         reader = self._transfers.get(peer, read_id)
         if reader is None or reader.state is not TransferState.MOVING:
             return []

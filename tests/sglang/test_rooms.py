@@ -194,6 +194,29 @@ def test_a_receiver_that_knows_no_server_yet_cannot_be_asked_for_pages(closing: 
     assert waiting.poll() == KVPoll.Bootstrapping
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_prefill_hears_of_a_request_that_leaves_before_it_asked(
+    told: bool, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, source, decode, _ = pair(closing)
+    declined: list[int] = []
+    decline = DecodeRooms.decline
+
+    def follow(rooms: DecodeRooms, room: int, *workers: Any) -> None:
+        declined.append(room)
+        if told:
+            decline(rooms, room, *workers)
+
+    monkeypatch.setattr(DecodeRooms, "decline", follow)
+    sending, leaving = sender(prefill, ROOM), receiver(decode, [source], ROOM)
+    leaving.abort()
+    assert declined == [ROOM]
+    if told:
+        until(lambda: sending.poll() == KVPoll.WaitingForInput)
+    else:  # control: it would wait until SGLang's own limit
+        assert sending.poll() == KVPoll.Bootstrapping
+
+
 def test_only_an_answer_that_cannot_be_used_is_asked_for_again(closing: ExitStack) -> None:
     """Servers that were lost are forgotten where the connection ended."""
     (source,), (reader,) = engines(closing, (1, 1), 4)
@@ -335,7 +358,7 @@ RECEIVER_CALLS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
     "metadata": (DecodeRooms, "request", lambda made: ask(made, [7])),
     "clear": (KVConnectReceiver.__mro__[2], "clear", lambda made: made.clear()),
     "abort": (KVConnectReceiver.__mro__[2], "abort", lambda made: made.abort()),
-    "notice": (DecodeRooms, "drop", lambda made: made.ensure_abort_notified()),
+    "notice": (DecodeRooms, "decline", lambda made: made.ensure_abort_notified()),
 }
 
 

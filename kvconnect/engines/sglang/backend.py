@@ -332,6 +332,7 @@ class KVConnectReceiver(RoomOwner, CommonKVReceiver):
     parent: Any = None  # context with the request's own span, if it has one
     prompt: PromptIdentity = NO_PROMPT
     bootstrap_infos: list[dict[str, Any]] | None = None  # not known before ``init``
+    requested = False  # its pages
 
     def __init__(
         self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int | None = None
@@ -383,6 +384,7 @@ class KVConnectReceiver(RoomOwner, CommonKVReceiver):
                 pp=int(info.pp_size),
                 prompt=self.prompt,
             )
+            self.requested = True
             with self.kv_mgr.streams.joined():
                 self.kv_mgr.decode_rooms.request(self.bootstrap_room, request)
             if self.kv_mgr.spans is not None:
@@ -444,7 +446,15 @@ class KVConnectReceiver(RoomOwner, CommonKVReceiver):
         return found
 
     def _send_abort_notification(self, *, force_arm: bool = False) -> None:  # noqa: ARG002
-        self.kv_mgr.decode_rooms.drop(self.bootstrap_room)
+        if self.requested:
+            self.kv_mgr.decode_rooms.drop(self.bootstrap_room)
+            return
+        workers, info = (
+            [endpoint_of(found) for found in self.bootstrap_infos or ()],
+            self.prefill_info,
+        )
+        tp, pp = int(info.attn_tp_size), int(info.pp_size)
+        self.kv_mgr.decode_rooms.decline(self.bootstrap_room, workers, tp, pp)
 
 
 class KVConnectBootstrapServer(CommonKVBootstrapServer):

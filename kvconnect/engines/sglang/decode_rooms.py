@@ -92,6 +92,12 @@ class DecodeRooms:
         )
         self._agent.run(DisaggregationInstructions(receives=[receive], keeps=refusals))
 
+    def decline(self, room: int, workers: Sequence[Endpoint], tp: int, pp: int) -> None:
+        """Tell workers of a prefill engine with ``tp`` x ``pp`` ranks that nobody will read a room:
+        the request ended before its blocks were requested."""
+        declines = _declines(room, PrefillSource("", 0, tuple(workers), tp, pp), workers)
+        self._agent.run(DisaggregationInstructions(keeps=declines))
+
     def drop(self, room: int) -> None:
         """Stop receiving a room; :meth:`is_over` says when that is done. The outcome is not told:
         the next request of this room may be here by then."""
@@ -154,8 +160,9 @@ class DecodeRooms:
         heads = [self._groups[span.group][1] for span in spans]
         needed = set(sources_for(self._rank, source.tp, source.pp, heads))
         idle = [e for e in source.endpoints if (e.pp_rank, e.tp_rank) not in needed]
-        transfer = transfer_of(room)
-        return [
-            Keep(transfer, PrefillSource("", 0, (endpoint,), source.tp, source.pp))
-            for endpoint in idle
-        ]
+        return _declines(room, source, idle)
+
+
+def _declines(room: int, source: PrefillSource, workers: Sequence[Endpoint]) -> list[Keep]:
+    sources = (PrefillSource("", 0, (worker,), source.tp, source.pp) for worker in workers)
+    return [Keep(transfer_of(room), each) for each in sources]

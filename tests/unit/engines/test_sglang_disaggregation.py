@@ -149,6 +149,32 @@ def test_a_prompt_that_decode_has_whole_still_brings_its_row(
         assert not any(tensor.any() for tensor in reader.kv)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)])
+def test_prefill_does_not_wait_for_a_request_that_ended_before_it_asked(
+    closing: ExitStack, sizes: tuple[int, int]
+) -> None:
+    prefill, (reader,) = engines(closing, sizes, 4)
+    for source in prefill:
+        source.prefill_rooms.open(ROOM)
+    workers = [source.endpoint for source in prefill]
+    reader.decode_rooms.decline(ROOM, workers, *sizes)
+    until([*prefill, reader], lambda: all(source.ready for source in prefill))
+    for source in prefill:
+        source.send_all([3, 9])
+    assert all(source.done for source in prefill)
+
+
+def test_prefill_does_not_wait_for_a_reader_that_left_before_it_began(closing: ExitStack) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    reader.ask([7], [source])
+    planner = source.agent._sending._sender
+    until([source, reader], lambda: bool(planner._parked))
+    reader.decode_rooms.drop(ROOM)
+    until([source, reader], lambda: not planner._parked)
+    source.prefill_rooms.open(ROOM)
+    until([source, reader], lambda: bool(source.ready))
+
+
 def test_state_goes_with_the_last_chunk(closing: ExitStack) -> None:
     prefill, decode = engines(closing, (2, 2), 4, state=True)
     for source in prefill:
