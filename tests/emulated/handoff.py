@@ -22,6 +22,7 @@ from kvconnect.disaggregation import (
     bandwidth_probe,
     decode_executor,
     decode_planner,
+    layer_queue,
     prefill_executor,
     sessions,
     staging,
@@ -435,11 +436,11 @@ def play(
 
 
 def _replace_modules(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    for module in (inproc, base, agent, agent, staging):
+    for module in (inproc, base, agent, layer_queue, staging):
         monkeypatch.setattr(module, "threading", world.threading)
     for module in (agent, prefill_executor, decode_executor, sessions):  # type: ignore[assignment]
         monkeypatch.setattr(module, "time", world.time)
-    monkeypatch.setattr(agent, "SimpleQueue", world.simple_queue)
+    monkeypatch.setattr(layer_queue, "SimpleQueue", world.simple_queue)
     monkeypatch.setattr(bandwidth_probe, "_ROUNDS", (array("q", [0]), array("q", [0])))
     monkeypatch.setattr(decode_planner, "MAX_WAIT_S", PATIENCE_S)
     for name in ("_HELLO_TIMEOUT_S", "_PROBE_TIMEOUT_S"):

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVManager,
+    PrefillServerInfo,
+)
 
 from kvconnect.config import Config
 from kvconnect.engines.sglang import backend, hooks, runtime_context
@@ -205,3 +208,38 @@ def test_what_is_known_of_a_request_from_its_queue() -> None:
     assert (queue.kv_manager.streams.forward, queue.kv_manager.overlaps) == ("forward", False)
     stock = SimpleNamespace(kv_manager=SimpleNamespace(), scheduler=scheduler)
     hooks.after_sender(True, stock, req, 4)  # SGLang's own backends are left alone
+
+
+def described(**sizes: int) -> Any:
+    """What a bootstrap server says of its prefill engine."""
+    known = {"attn_tp_size": 1, "attn_cp_size": 1, "dp_size": 1, "pp_size": 1, **sizes}
+    return PrefillServerInfo(
+        **known, page_size=PAGE, kv_cache_dtype=None, follow_bootstrap_room=True
+    )
+
+
+@pytest.mark.parametrize("name", ["attn_tp_size", "attn_cp_size", "dp_size", "pp_size"])
+@pytest.mark.parametrize("size", [0, -1, 10**9])
+def test_sizes_that_no_engine_has_are_refused(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's scheduler would divide by them, or list as many ranks."""
+    mapped: list[Any] = []
+    monkeypatch.setattr(
+        CommonKVManager, "_resolve_rank_mapping", lambda _self, info: mapped.append(info)
+    )
+    with pytest.raises(ValueError, match=f"{name} is {size}"):
+        manager()._resolve_rank_mapping(described(**{name: size}))
+    assert mapped == []
+    manager()._resolve_rank_mapping(described(dp_size=8))
+    assert len(mapped) == 1
+
+
+@pytest.mark.parametrize("rank", ["x", None, -1, 1e3, True, 10**9])
+def test_ranks_that_are_none_are_left_out(rank: Any) -> None:
+    assert hooks.around_ranks(lambda *_: {"5": 3, "6": rank}, "127.0.0.1:80", [5, 6]) == {"5": 3}
+
+
+@pytest.mark.parametrize("answer", [[], "x", 7, None])
+def test_an_answer_about_ranks_that_is_no_object_names_none(answer: Any) -> None:
+    assert hooks.around_ranks(lambda *_: answer, "127.0.0.1:80", [5]) == {}

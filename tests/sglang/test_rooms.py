@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from sglang.srt.disaggregation.decode import (
     DecodeTransferQueue,
 )
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from kvconnect.engines.sglang import hooks
 from kvconnect.engines.sglang.backend import KVConnectReceiver, KVConnectSender
@@ -330,11 +333,22 @@ def test_every_stage_of_a_prefill_engine_hears_of_its_reader(
     assert len(popped) == (2 if hooked else 0)
 
 
-def test_the_hooks_are_set_where_sglang_calls_them() -> None:
-    for target in (hooks.SEND, hooks.POP, hooks.RECEIVE):
-        name = target.rpartition(".")[2]
-        owner = PrefillBootstrapQueue if "Bootstrap" in target else DecodePreallocQueue
-        assert callable(getattr(owner, name))
+def test_the_hooks_are_set_where_sglang_calls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[str, Any] = {}
+    monkeypatch.setattr(
+        HookRegistry, "register", lambda target, hook, kind: registered.update({target: hook})
+    )
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", ModuleType("scheduler"))
+    hooks.watch()
+    assert registered == {
+        hooks.SEND: hooks.after_sender,
+        hooks.POP: hooks.before_pop,
+        hooks.RECEIVE: hooks.after_receiver,
+        hooks.RANKS: hooks.around_ranks,
+    }
+    for target in registered:
+        module, owner, name = target.rsplit(".", 2)
+        assert callable(getattr(getattr(importlib.import_module(module), owner), name))
 
 
 # Errors that nobody expects -----------------------------------------------------------------------

@@ -34,7 +34,12 @@ from sglang.srt.server_args import ServerArgs
 from kvconnect.config import Config, config_from_environment, listen_address
 from kvconnect.disaggregation.agent import start_agent
 from kvconnect.engines.sglang import layerwise, runtime_context, translate, weights
-from kvconnect.engines.sglang.bootstrap import BootstrapAddresses, endpoint_of, forget_ranks
+from kvconnect.engines.sglang.bootstrap import (
+    BootstrapAddresses,
+    check_sizes,
+    endpoint_of,
+    forget_ranks,
+)
 from kvconnect.engines.sglang.claims import RoomClaims, RoomOwner, contains_errors
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import EngineStreams
@@ -187,6 +192,10 @@ class KVConnectManager(CommonKVManager):
             self.addresses.refuse(bootstrap_addr, repr(error))
             return False
         return found
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        check_sizes(info)
+        super()._resolve_rank_mapping(info)
 
     def forget_ended(self) -> None:
         """Forget the prefill ranks to which a connection ended: they may have been restarted."""

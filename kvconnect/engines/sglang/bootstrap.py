@@ -15,6 +15,7 @@ from kvconnect.config import Config
 from kvconnect.protocol.tickets import check_address
 from kvconnect.types import Endpoint
 
+_MOST_RANKS = 1024  # in one direction
 _REMEMBERED_S = 60.0  # how long a resolved name is used
 _REFUSED_S = 3.0  # how long a failure is remembered: the server may be restarted
 _MOST_NAMES = 1024
@@ -120,6 +121,26 @@ def endpoint_of(info: Mapping[str, Any]) -> Endpoint:
     host, port = str(info["rank_ip"]), int(info["rank_port"])
     check_address(host, port, "it")
     return Endpoint(int(info["tp_rank"]), int(info["pp_rank"]), host, port)
+
+
+def check_sizes(info: Any) -> None:
+    """Check what a bootstrap server says of the sizes of its prefill engine, before SGLang divides
+    by them and lists its ranks.
+
+    Raises:
+        ValueError: no engine has such sizes.
+    """
+    for name in ("attn_tp_size", "attn_cp_size", "pp_size", "dp_size"):
+        size = getattr(info, name)
+        if not 1 <= size <= _MOST_RANKS:
+            raise ValueError(f"{name} is {size}, not 1 to {_MOST_RANKS}")
+
+
+def ranks_of(answer: Any) -> dict[str, int]:
+    """Return the data-parallel ranks of rooms that a bootstrap server's answer names. A room of
+    which it says anything else is left out, as if the server did not know it."""
+    found = answer.items() if isinstance(answer, dict) else ()
+    return {room: rank for room, rank in found if type(rank) is int and 0 <= rank < _MOST_RANKS}
 
 
 def forget_ranks(

@@ -2,14 +2,17 @@
 
 SGLang gives its backend only the room of a request. Two hooks read more from the requests for which
 SGLang makes senders and receivers. A third polls the agent on every pipeline stage of a prefill
-engine, since SGLang polls new requests on the first stage alone.
+engine, since SGLang polls new requests on the first stage alone. A fourth checks what a bootstrap
+server says of ranks.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from kvconnect.engines.sglang.bootstrap import ranks_of
 from kvconnect.engines.sglang.prompts import prompt_identity
 from kvconnect.engines.sglang.rooms import contain_room_errors
 from kvconnect.engines.sglang.tracing import context_of
@@ -21,6 +24,9 @@ POP = f"{_BOOTSTRAP}.pop_bootstrapped"
 RECEIVE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 
 
+RANKS = "sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks"
+
+
 def watch() -> None:
     """Register the hooks if this is a scheduler's process. The plugin calls this when loaded."""
     if _SCHEDULER not in sys.modules:
@@ -30,6 +36,7 @@ def watch() -> None:
     HookRegistry.register(SEND, after_sender, HookType.AFTER)
     HookRegistry.register(POP, before_pop, HookType.BEFORE)
     HookRegistry.register(RECEIVE, after_receiver, HookType.AFTER)
+    HookRegistry.register(RANKS, around_ranks, HookType.AROUND)
 
 
 def after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
@@ -67,3 +74,8 @@ def after_receiver(made: Any, queue: Any, *_: Any, **__: Any) -> None:
         manager.streams.forward = queue.scheduler.forward_stream
         receiver.parent = context_of(made.req)
         receiver.prompt = prompt_identity(made.req, queue.scheduler, manager.adapters)
+
+
+def around_ranks(query: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, int]:
+    """Hook around ``CommonKVReceiver.query_prefill_dp_ranks``, whose answer SGLang trusts."""
+    return ranks_of(query(*args, **kwargs))
