@@ -23,9 +23,8 @@ class ReceivedBlocks:
     def __init__(self, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._needed: bool = cache.needs_kv_cache_zeroing
         self._groups = translate.cache_groups(cache)
-        self._views = [
-            [kv_caches[layer] for layer in group.layer_names] for group in cache.kv_cache_groups
-        ]
+        groups = cache.kv_cache_groups if self._needed else ()
+        self._views = [[kv_caches[layer] for layer in group.layer_names] for group in groups]
         self._num_blocks = cache.num_blocks
 
     def zero(self, receives: Iterable[Receive]) -> None:
