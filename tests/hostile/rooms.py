@@ -28,7 +28,7 @@ from kvconnect.disaggregation.prefill_planner import (
 from kvconnect.engines.sglang.rooms import PrefillRooms, transfer_of
 from kvconnect.errors import ProtocolError
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import Rank, Span
+from kvconnect.types import Rank, Span, TransferId
 from tests.hostile import Outcome
 
 PLAYS = 2000
@@ -65,6 +65,9 @@ class Agent:
         self.notices: dict[TransferEvent, None] = {}
         self.in_flight: list[tuple[int, int]] = []
         self.stopped: list[tuple[int, int]] = []
+
+    def await_stopped(self, transfer: TransferId) -> None:
+        """Nothing is ever under way here."""
 
     def run(self, work: DisaggregationInstructions, fence: object = None) -> None:
         for offer in work.offers:

@@ -28,13 +28,15 @@ def _breaker() -> CircuitBreaker:
 @dataclass(eq=False)
 class _Dialled:
     """A worker to connect to. ``named``: when a ticket last named it; infinite: it is configured.
-    ``peer``: its connection, begun at ``began`` and in use once it has ``answered``."""
+    ``peer``: its connection, begun at ``began`` and in use once it has ``answered``. ``ended``:
+    this side ends it and connects again at once."""
 
     named: float = math.inf
     breaker: CircuitBreaker = field(default_factory=_breaker)
     peer: PeerId | None = None
     began: float = 0.0
     answered: bool = False
+    ended: bool = False
 
     @property
     def configured(self) -> bool:
@@ -118,6 +120,15 @@ class Dialler:
                 self._own.add(address)
                 self._drop(address, "this is the worker itself")
 
+    def end(self, peer: PeerId, why: str) -> None:
+        """End a connection; one that this worker made is made again at the next tick."""
+        with self._sources.changed:
+            one = self._of(peer)
+            if one is not None:
+                one.ended = True
+                one.breaker.succeeded()
+            self._sources.transport.submit(Disconnect(peer, why))
+
     def lost(self, peer: PeerId, now: float) -> None:
         """A connection is lost."""
         with self._sources.changed:
@@ -125,7 +136,8 @@ class Dialler:
             self._addresses.pop(peer, None)
             if one is not None:
                 one.peer = None
-                one.breaker.failed(now)
+                if not one.ended:
+                    one.breaker.failed(now)
                 self._sources.changed.notify_all()
 
     def _of(self, peer: PeerId) -> _Dialled | None:
@@ -147,7 +159,7 @@ class Dialler:
 
     def _dial(self, address: tuple[str, int], one: _Dialled, now: float) -> None:
         if one.peer is None and one.breaker.enter(now):
-            one.began, one.answered = now, False
+            one.began, one.answered, one.ended = now, False, False
             one.peer = self._sources.transport.connect(*address)
             self._addresses[one.peer] = address
 

@@ -238,7 +238,7 @@ class PeerAgent:
         if self._meets_again.is_set():
             self._meets_again.clear()
             for peer in self._peers:
-                self._transport.submit(Disconnect(peer, "the weights have changed"))
+                self._dialler.end(peer, "the weights have changed")
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, PeerUp):
