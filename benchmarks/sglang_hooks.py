@@ -155,7 +155,7 @@ def _scheduler() -> Any:
 def _batch(room: int) -> Any:
     request = SimpleNamespace(
         pending_bootstrap=False,
-        disagg_kv_sender=object(),
+        disagg_kv_sender=SimpleNamespace(owns_room=True),
         bootstrap_room=room,
         extend_end=CHUNK,
         origin_input_ids=range(CHUNK),

@@ -198,19 +198,26 @@ def admitted(policy: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_policies_admit_who_needs_to_and_nobody_else() -> None:
-    engines, router = manifests("network")
+    engines, media, router = manifests("network")
     names = [pod(name)["metadata"]["labels"] for name in ("prefill", "decode")]
     (expression,) = engines["spec"]["podSelector"]["matchExpressions"]
     assert expression["values"] == [label["app.kubernetes.io/component"] for label in names]
     into = admitted(engines)
-    assert set(into) == {"http", "14580"}
-    assert into["http"][0]["podSelector"]["matchLabels"] == pod("router")["metadata"]["labels"]
+    assert set(into) == {"http", "14580", "5557"}
+    for events in (into["http"][0], *into["5557"]):
+        assert events["podSelector"]["matchLabels"] == pod("router")["metadata"]["labels"]
     assert into["14580"] == [{"podSelector": engines["spec"]["podSelector"]}]
     assert router["spec"]["podSelector"]["matchLabels"] == pod("router")["metadata"]["labels"]
     for policy in (engines, router):
         assert policy["spec"]["policyTypes"] == ["Ingress"]
         for peers in admitted(policy).values():
             assert peers and all(peers), "an empty peer is everybody"
+    assert media["spec"]["policyTypes"] == ["Egress"]
+    assert media["spec"]["podSelector"] == engines["spec"]["podSelector"]
+    (block,) = (
+        to["ipBlock"] for rule in media["spec"]["egress"] for to in rule["to"] if "ipBlock" in to
+    )
+    assert {"169.254.0.0/16", "10.0.0.0/8"} <= set(block["except"]), "metadata and inner services"
 
 
 @pytest.mark.parametrize("name", PLACES)
