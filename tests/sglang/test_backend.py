@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     PrefillServerInfo,
 )
+from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 
 from kvconnect.config import Config
 from kvconnect.engines.sglang import backend, hooks, runtime_context
@@ -243,3 +244,11 @@ def test_ranks_that_are_none_are_left_out(rank: Any) -> None:
 @pytest.mark.parametrize("answer", [[], "x", 7, None])
 def test_an_answer_about_ranks_that_is_no_object_names_none(answer: Any) -> None:
     assert hooks.around_ranks(lambda *_: answer, "127.0.0.1:80", [5]) == {}
+
+
+def test_receivers_of_sglang_s_own_are_left_alone() -> None:
+    """Those of warm-up requests, beside this backend's."""
+    scheduler = SimpleNamespace(forward_stream="forward")
+    queue = SimpleNamespace(kv_manager=manager(decode_rooms=object()), scheduler=scheduler)
+    hooks.after_receiver(SimpleNamespace(kv_receiver=FakeKVReceiver.__new__(FakeKVReceiver)), queue)
+    assert queue.kv_manager.streams.forward != "forward"

@@ -67,9 +67,10 @@ def before_pop(queue: Any, *_: Any, **__: Any) -> None:
 def after_receiver(made: Any, queue: Any, *_: Any, **__: Any) -> None:
     """Hook after ``DecodePreallocQueue._create_receiver_and_enqueue``: streams, span and prompt."""
     manager = queue.kv_manager
-    if getattr(manager, "decode_rooms", None) is None:
-        return
     receiver = made.kv_receiver
+    # Warm-up requests have a receiver of SGLang's own.
+    if getattr(manager, "decode_rooms", None) is None or not hasattr(receiver, "owns_room"):
+        return
     with contain_room_errors(manager.agent, receiver.bootstrap_room, receiver.give_up):
         manager.streams.forward = queue.scheduler.forward_stream
         receiver.parent = context_of(made.req)
