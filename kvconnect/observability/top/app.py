@@ -87,7 +87,8 @@ def frames(options: TopOptions) -> Iterator[Snapshot]:
 
 def _shown_as(options: TopOptions, out: TextIO, stack: contextlib.ExitStack) -> Show:
     if options.json:
-        return lambda frame: _write(out, json.dumps(msgspec.to_builtins(frame)))
+        line = json.JSONEncoder(separators=(",", ":")).encode  # in ASCII, unlike msgspec's
+        return lambda frame: _write(out, line(msgspec.to_builtins(frame)))
     console = Console(file=out)
     if options.once or not console.is_terminal:
         return lambda frame: console.print(screen.draw(frame))
