@@ -20,6 +20,7 @@ from kvconnect.config import Config
 from kvconnect.engines.sglang import storage_backends
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.identity import Identity
 from kvconnect.tiers.backends.memory import MemoryStore
 from tests.engines.models import model_dir
 from tests.sglang.linker_bench import PAGE
@@ -121,6 +122,7 @@ def test_pages_that_peers_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
         storage_backends.ModelConfig.from_server_args(None), "dtype", pools[PoolName.KV].dtype
     )
     memory: Any = None
+    monkeypatch.setattr(storage_backends.weights, "identity", Identity)
     with serving(str(model)):
         records = storage_backends.records_for_all(pools, RANKS)
     for tokens in (0, PAGE):
