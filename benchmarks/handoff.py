@@ -16,6 +16,11 @@ KV of a 4k prompt takes as long as its prefill, ``free`` (KVConnect only) not sh
 answers travel beside it. Rates take turns on the same engines. Where namespaces are not permitted,
 only loopback is measured.
 
+**Cores.** Everything is measured twice on the same engines: with all engines on all cores, and, in
+keys that end in ``_apart``, with prefill and decode on cores of their own, as on machines of their
+own (``benchmarks/machines.py``). The first says more about engines that fight for two cores than
+about a hand-off between two machines.
+
 **TTFT**, as a client of a proxy sees it: from sending the first request (``pull``, ``nixl``: to
 the prefill engine, then to the decode engine; ``push``: to both at once) to the decode engine's
 first streamed token. With concurrency 8 (``_c8``) eight new prompts are sent at once, and a sample
@@ -55,6 +60,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import emit, progress
 from benchmarks.link import LOOPBACK, End, Link, Unavailable
+from benchmarks.machines import APART, cores, move
 from benchmarks.offload_engine import NewPrompts
 from tests.engines import pd
 from tests.engines.models import BLOCK_SIZE, model_dir
@@ -95,7 +101,13 @@ class Cell(NamedTuple):
     place: str
     length: str
     crowd: int
+    apart: bool
     variant: str
+
+    @property
+    def name(self) -> str:
+        """How its figures' names end, without a place."""
+        return (f"_c{self.crowd}" if self.crowd > 1 else "") + APART * self.apart
 
 
 @dataclass
@@ -121,6 +133,11 @@ class Pair:
         for pid in (*self.p.pids(), *self.d.pids()):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def place(self, apart: bool) -> None:
+        """Have the stopped engines run on cores of their own from now on, or both on all."""
+        for server, allowed in zip((self.p, self.d), cores(2, apart), strict=True):
+            move(server.pids(), allowed)
 
     def ask(
         self, variant: str, prompts: Sequence[list[int]]
@@ -185,23 +202,25 @@ class Run:
         self.rates = {"1g": GIGABIT, "balanced": balanced}
 
     def sample(self, pairs: Sequence[Pair], place: str, length: str, crowd: int) -> None:
-        """Take one sample of every variant, with the same new prompts."""
+        """Take one sample of every variant, together and apart, with the same new prompts."""
         prompts = [self._new.take(LENGTHS[length]) for _ in range(crowd)]
-        tokens: dict[str, list[tuple[int, ...]]] = {}
+        answers: list[list[tuple[int, ...]]] = []
         order = -1 if self._backwards else 1
         self._backwards = not self._backwards
-        for pair in pairs[::order]:
-            with pair.awake(self._new.take(WARM_UP)):
-                for variant in pair.variants[::order]:
-                    sample, tokens[variant] = pair.ask(variant, prompts)
-                    self._samples[Cell(place, length, crowd, variant)].append(sample)
-        first, *others = tokens.values()
+        for apart in (False, True)[::order]:
+            seconds = {}
+            for pair in pairs[::order]:
+                pair.place(apart)
+                with pair.awake(self._new.take(WARM_UP)):
+                    for variant in pair.variants[::order]:
+                        sample, tokens = pair.ask(variant, prompts)
+                        answers.append(tokens)
+                        self._samples[Cell(place, length, crowd, apart, variant)].append(sample)
+                        seconds[variant] = sample.ttft
+            last = ", ".join(f"{name} {seconds[name] * 1e3:.0f} ms" for name in sorted(seconds))
+            progress(f"{place}, {crowd} x {length}{', apart' * apart}: {last}")
+        first, *others = answers
         self.wrong_tokens += sum(sum(map(tuple.__ne__, first, other)) for other in others)
-        last = ", ".join(
-            f"{variant} {self._samples[Cell(place, length, crowd, variant)][-1].ttft * 1e3:.0f} ms"
-            for variant in sorted(tokens)
-        )
-        progress(f"{place}, {crowd} x {length}: {last}")
 
     def finish(self, pairs: Sequence[Pair]) -> None:
         """Check that all KV was received; the last request's is counted by the next one."""
@@ -220,21 +239,23 @@ class Run:
         found: dict[str, Any] = {"wrong_tokens": self.wrong_tokens}
         found |= self._exposed(times)
         ratios = _ratios(times)
-        for (variant, length, place, crowd), ratio in ratios.items():
+        for (variant, length, place, end), ratio in ratios.items():
             key = f"ttft_{variant}_over_{REFERENCE}_{length}"
             if place in self.rates:
-                worse = max(ratios[variant, length, rate, crowd] for rate in self.rates)
-                found[f"{key}{crowd}"] = worse
-            found[f"{key}_{place}{crowd}"] = ratio
-        if pushed := [ratios["push_nixl_path", LONGEST, rate, ""] for rate in self.rates]:
-            found[f"ttft_push_over_nixl_connector_{LONGEST}"] = max(pushed)
-            found[f"ttft_push_over_pull_nixl_path_{LONGEST}"] = max(
-                ratios["push_nixl_path", LONGEST, rate, ""]
-                / ratios["pull_nixl_path", LONGEST, rate, ""]
+                worse = max(ratios[variant, length, rate, end] for rate in self.rates)
+                found[f"{key}{end}"] = worse
+            found[f"{key}_{place}{end}"] = ratio
+        for end in ("", APART) if self.rates else ():
+            both = [
+                [ratios[f"{way}_nixl_path", LONGEST, rate, end] for way in ("push", "pull")]
                 for rate in self.rates
+            ]
+            found[f"ttft_push_over_nixl_connector_{LONGEST}{end}"] = max(push for push, _ in both)
+            found[f"ttft_push_over_pull_nixl_path_{LONGEST}{end}"] = max(
+                push / pull for push, pull in both
             )
         for cell, sample in times.items():
-            name = f"{cell.length}_{cell.place}{_suffix(cell.crowd)}"
+            name = f"{cell.length}_{cell.place}{cell.name}"
             found[f"ttft_{cell.variant}_ms_{name}"] = sample.ttft * 1e3
             if cell.variant == REFERENCE:
                 best = min(self._samples[cell])
@@ -249,23 +270,26 @@ class Run:
                 continue
             added = sample.after_prefill - free.after_prefill
             over_wire = added / (_kv_bits(LONGEST) / rate)
-            found[f"exposed_{cell.variant}_over_wire_{LONGEST}_{cell.place}"] = over_wire
-        pushed = [ratio for key, ratio in found.items() if key.startswith("exposed_push")]
-        return {f"exposed_over_wire_{LONGEST}": max(pushed), **found} if pushed else found
+            found[f"exposed_{cell.variant}_over_wire_{LONGEST}_{cell.place}{cell.name}"] = over_wire
+        for end in ("", APART):
+            pushed = [
+                found[name]
+                for rate in self.rates
+                if (name := f"exposed_push_over_wire_{LONGEST}_{rate}{end}") in found
+            ]
+            if pushed:
+                found[f"exposed_over_wire_{LONGEST}{end}"] = max(pushed)
+        return found
 
 
 def _ratios(times: Mapping[Cell, Sample]) -> dict[tuple[str, str, str, str], float]:
-    """Return TTFT over the reference's by (variant, length, place, suffix of the concurrency)."""
+    """Return TTFT over the reference's by (variant, length, place, end of the name)."""
     return {
-        (cell.variant, cell.length, cell.place, _suffix(cell.crowd)): sample.ttft
+        (cell.variant, cell.length, cell.place, cell.name): sample.ttft
         / times[cell._replace(variant=REFERENCE)].ttft
         for cell, sample in times.items()
         if cell.variant != REFERENCE and cell.place != FREE
     }
-
-
-def _suffix(crowd: int) -> str:
-    return f"_c{crowd}" if crowd > 1 else ""
 
 
 def _kv_bits(length: str) -> int:
@@ -381,7 +405,7 @@ def measure_link(run: Run, schedule: Mapping[tuple[str, int], int], key_file: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="eight minutes, the link only")
+    parser.add_argument("--quick", action="store_true", help="a quarter of an hour, the link only")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 

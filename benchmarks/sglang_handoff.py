@@ -17,6 +17,10 @@ KV of a 4k prompt takes as long as its prefill, ``free`` not shaped. Requests an
 beside it. Rates take turns on the same servers. Where namespaces are not permitted, only loopback
 is measured.
 
+**Cores.** Everything is measured twice on the same servers: with all servers on all cores, and, in
+keys that end in ``_apart``, with prefill and decode on cores of their own
+(``benchmarks/machines.py`` says why).
+
 **TTFT**: from sending a request to both servers, as a router does, to the decode server's first
 streamed token. With concurrency 8 (``_c8``) eight new prompts are sent at once, and a sample is
 their mean. Ratios are of medians over samples: ``ttft_tcp_layerwise_over_nixl_4k_1g``; without a
@@ -52,6 +56,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import emit, progress
 from benchmarks.link import LOOPBACK, End, Link, Unavailable
+from benchmarks.machines import APART, cores, move
 from benchmarks.offload_engine import NewPrompts
 from benchmarks.sglang_hooks import hook_us
 from tests.engines.models import BLOCK_SIZE, model_dir
@@ -87,7 +92,13 @@ class Cell(NamedTuple):
     place: str
     length: str
     crowd: int
+    apart: bool
     variant: str
+
+    @property
+    def name(self) -> str:
+        """How its figures' names end, without a place."""
+        return (f"_c{self.crowd}" if self.crowd > 1 else "") + APART * self.apart
 
 
 @dataclass
@@ -111,6 +122,13 @@ class Group:
             for pid in server.pids():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
+
+    def place(self, apart: bool) -> None:
+        """Have the stopped servers run on cores of their own from now on, those of prefill and
+        those of decode, or all on all."""
+        for p, d in self.pairs.values():
+            for server, allowed in zip((p, d), cores(2, apart), strict=True):
+                move(server.pids(), allowed)
 
     def ask(
         self, variant: str, prompts: Sequence[list[int]]
@@ -149,25 +167,26 @@ class Run:
         progress(f"prefill of {LONGEST}: {min(seconds):.2f} s")
 
     def sample(self, groups: Sequence[Group], place: str, length: str, crowd: int) -> None:
-        """Take one sample of every variant, with the same new prompts."""
+        """Take one sample of every variant, together and apart, with the same new prompts."""
         prompts = [self._new.take(LENGTHS[length]) for _ in range(crowd)]
-        tokens: dict[str, list[tuple[int, ...]]] = {}
+        answers: list[list[tuple[int, ...]]] = []
         order = -1 if self._backwards else 1
         self._backwards = not self._backwards
-        for group in groups[::order]:
-            with group.awake(self._new.take(WARM_UP)):
-                for variant in list(group.pairs)[::order]:
-                    # The prefill server may have computed the prompt for another variant.
-                    group.pairs[variant][0].forget()
-                    seconds, tokens[variant] = group.ask(variant, prompts)
-                    self._samples[Cell(place, length, crowd, variant)].append(seconds)
-        first, *others = tokens.values()
+        for apart in (False, True)[::order]:
+            taken = {}
+            for group in groups[::order]:
+                group.place(apart)
+                with group.awake(self._new.take(WARM_UP)):
+                    for variant, (p, _) in list(group.pairs.items())[::order]:
+                        p.forget()  # it may have computed the prompt for another variant
+                        seconds, tokens = group.ask(variant, prompts)
+                        answers.append(tokens)
+                        self._samples[Cell(place, length, crowd, apart, variant)].append(seconds)
+                        taken[variant] = seconds
+            last = ", ".join(f"{name} {taken[name] * 1e3:.0f} ms" for name in sorted(taken))
+            progress(f"{place}, {crowd} x {length}{', apart' * apart}: {last}")
+        first, *others = answers
         self.wrong_tokens += sum(sum(map(tuple.__ne__, first, other)) for other in others)
-        last = ", ".join(
-            f"{variant} {self._samples[Cell(place, length, crowd, variant)][-1] * 1e3:.0f} ms"
-            for variant in sorted(tokens)
-        )
-        progress(f"{place}, {crowd} x {length}: {last}")
 
     def figures(self) -> dict[str, Any]:
         """Return all figures by their keys."""
@@ -180,19 +199,24 @@ class Run:
         }
         for cell, ratio in ratios.items():
             key = f"ttft_{cell.variant}_over_{REFERENCE}_{cell.length}"
-            found[f"{key}_{cell.place}{_suffix(cell.crowd)}"] = ratio
+            found[f"{key}_{cell.place}{cell.name}"] = ratio
             if cell.place in self.rates:
                 shaped = [ratios[cell._replace(place=rate)] for rate in self.rates]
-                found[f"{key}{_suffix(cell.crowd)}"] = max(shaped)
-        if shortest := [r for c, r in ratios.items() if c[1:3] == ("256", 1) and c.variant in OURS]:
-            found[f"ttft_256_over_{REFERENCE}"] = max(shortest)
+                found[f"{key}{cell.name}"] = max(shaped)
+        for end in ("", APART):
+            found[f"ttft_256_over_{REFERENCE}{end}"] = max(
+                ratio
+                for cell, ratio in ratios.items()
+                if cell.length == "256" and cell.name == end and cell.variant in OURS
+            )
+            if self.rates:
+                found[f"ttft_layerwise_over_{REFERENCE}_{LONGEST}{end}"] = found[
+                    f"ttft_{BEST}_over_{REFERENCE}_{LONGEST}{end}"
+                ]
         if self.rates:
-            found[f"ttft_layerwise_over_{REFERENCE}_{LONGEST}"] = found[
-                f"ttft_{BEST}_over_{REFERENCE}_{LONGEST}"
-            ]
             found |= self._exposed(times)
         for cell, seconds in times.items():
-            place = f"{cell.length}_{cell.place}{_suffix(cell.crowd)}"
+            place = f"{cell.length}_{cell.place}{cell.name}"
             found[f"ttft_{cell.variant}_ms_{place}"] = seconds * 1e3
         return found
 
@@ -202,13 +226,10 @@ class Run:
         for cell, seconds in times.items():
             if cell[:3] == (BALANCED, LONGEST, 1):
                 share = (seconds - times[cell._replace(place=FREE)]) / wire
-                found[f"exposed_over_wire_{LONGEST}_{cell.variant}"] = share
-        found[f"exposed_over_wire_{LONGEST}"] = found[f"exposed_over_wire_{LONGEST}_{BEST}"]
+                found[f"exposed_over_wire_{LONGEST}_{cell.variant}{cell.name}"] = share
+                if cell.variant == BEST:
+                    found[f"exposed_over_wire_{LONGEST}{cell.name}"] = share
         return found
-
-
-def _suffix(crowd: int) -> str:
-    return f"_c{crowd}" if crowd > 1 else ""
 
 
 def _kv_bits(length: str) -> int:
@@ -324,7 +345,7 @@ def measure_link(run: Run, schedule: Schedule) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a quarter of an hour, the link only")
+    parser.add_argument("--quick", action="store_true", help="half an hour, the link only")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 

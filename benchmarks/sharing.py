@@ -8,6 +8,10 @@ stopped (SIGSTOP). ``plain`` has no connector, ``host`` its own host tier only. 
 on one machine do; ``network`` reads over TCP, as those on two machines do. ``rule`` reads from
 ``source`` what the cost rule says.
 
+Times to the first token, of the server that is read from and of the cost rule are measured twice:
+with all servers on all cores, and, in keys that end in ``_apart``, with ``source`` on cores of its
+own (``benchmarks/machines.py`` says why).
+
 ``ttft_peer_over_recompute_2k``, ``ttft_peer_over_host_2k``: TTFT of ``reader`` on a prompt of 2k
 tokens that ``source`` has, over that of ``plain`` on a new one, and over that of ``host`` on one in
 its own host memory, with ``source`` awake beside it; ``ttft_peer_over_host_alone_2k``: with
@@ -44,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import emit, progress
+from benchmarks.machines import APART, cores, move
 from benchmarks.offload_engine import NewPrompts
 from benchmarks.serve.fleet import Variant, engine, reset, stopped
 from benchmarks.serve.trace import Request, ideal_hits, prompt_of, read, sample, scaled
@@ -88,6 +93,8 @@ class Fleet:
         self.network = engine(kv_transfer(**always, cache_peers=network), 1)
         self.rule = engine(kv_transfer(**settings, cache_peers=rule), 1)
         self.wrong = self.mismatched = 0
+        self.apart = False
+        """Whether ``source`` has cores of its own."""
 
     @property
     def servers(self) -> list[Server]:
@@ -102,7 +109,9 @@ class Fleet:
         """Let some servers run, each warmed up by prompts that do not count until its peers are
         connected again: they give up one that has been stopped for long. Beside the last server,
         the others are idle."""
+        of_source, of_others = cores(2, self.apart)
         for server in servers:
+            move(server.pids(), of_source if server is self.source else of_others)
             Variant("", [server]).signal(CONTINUE)
         deadline = time.monotonic() + CONNECT_S
         for server in servers:
@@ -343,9 +352,12 @@ def main() -> None:
     fleet, new = Fleet(), NewPrompts(options.seed)
     variants = [Variant("", [server]) for server in fleet.servers]
     with pd.side_by_side(*fleet.servers), stopped(variants):
-        figures = ttft(fleet, new, options.rounds)
-        figures |= slowdown(fleet, new, options.rounds)
-        figures |= rule(fleet, new, options.rounds)
+        figures = {}
+        for apart in (True, False):
+            fleet.apart, end = apart, APART * apart
+            for part in (ttft, slowdown, rule):
+                found = part(fleet, new, options.rounds)
+                figures |= {f"{name}{end}": value for name, value in found.items()}
         figures |= prefetch(fleet, new, options.rounds)
         figures |= trace(fleet, requests, options.seed)
         figures |= pins(fleet, new)

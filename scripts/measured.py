@@ -49,6 +49,10 @@ SERVING = (
     Row("P/D: TTFT p50 / p99", ("pd_ttft_p50_ratio", "pd_ttft_p99_ratio"), _ROUTER, "<= 1"),
     Row("P/D: time between tokens, p99", ("pd_itl_p99_ratio",), _ROUTER, "<= 1"),
     Row("P/D: tokens per second", ("pd_throughput_ratio",), _ROUTER, ">= 1"),
+    Row("P/D, engines on cores of their own: TTFT p50 / p99",
+        ("pd_ttft_p50_ratio_apart", "pd_ttft_p99_ratio_apart"), _ROUTER, "<= 1"),
+    Row("the same: time between tokens, p99", ("pd_itl_p99_ratio_apart",), _ROUTER, "<= 1"),
+    Row("the same: tokens per second", ("pd_throughput_ratio_apart",), _ROUTER, ">= 1"),
     Row("answers that differ", ("wrong_answers",), aim="0"),
 )  # fmt: skip
 ROUTING = (

@@ -36,6 +36,7 @@ that without a connector; ``workload_failures`` are failed requests of either.
 
 ``pd``: the requests of the trace through KVConnect's router and its engines, over vllm-router and
 engines with ``NixlConnector`` (``pd_*_ratio``), at 70 % of what the latter bear. No host tier.
+``pd_*_ratio_apart``: prefill and decode engine on cores of their own (``benchmarks/machines.py``).
 
 ``sglang``: SGLang servers with KVConnect's linker, over those without a cache in host memory
 (``sglang_shared_prefix_ttft_ratio``) and those with HiCache and its ``file`` backend

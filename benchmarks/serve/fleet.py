@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from benchmarks.common import progress
+from benchmarks.machines import cores, move
 from benchmarks.serve.load import PEERS, LoadFailed
 from tests.engines import pd
 from tests.engines.models import BLOCK_SIZE
@@ -59,6 +60,12 @@ class Variant:
         self.front.complete([5] * 8, 2)
         yield
         self.signal(signal.SIGSTOP)
+
+    def place(self, apart: bool) -> None:
+        """Have the stopped engines run on cores of their own from now on, or all on all. A router
+        stays on all: it is hardly ever awake."""
+        for engine, allowed in zip(self.engines, cores(len(self.engines), apart), strict=True):
+            move(engine.pids(), allowed)
 
     def signal(self, number: signal.Signals) -> None:
         for process in filter(None, (*self.engines, self.router, self.store)):

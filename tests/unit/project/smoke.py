@@ -1,0 +1,32 @@
+"""Runs a benchmark as its command does, in this process and small."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import common
+
+
+def smoke(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, *arguments: str, **sizes: Any
+) -> dict[str, Any]:
+    """Run ``benchmarks.NAME`` with constants of its module changed; return its figures.
+
+    ``folder`` takes its results, and is where it runs.
+    """
+    module = importlib.import_module(f"benchmarks.{name}")
+    for constant, value in sizes.items():
+        monkeypatch.setattr(module, constant, value)
+    monkeypatch.setattr(common, "RESULTS", folder)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    monkeypatch.chdir(folder)
+    module.main()
+    (result,) = folder.glob("*.json")
+    figures: dict[str, Any] = json.loads(result.read_text())["figures"]
+    return figures
