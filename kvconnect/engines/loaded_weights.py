@@ -18,7 +18,8 @@ _SAMPLE_BYTES = 4096
 _SAMPLES = 4096  # over all parameters: 16 MiB, in which a change of 1 % of the weights shows
 
 Parameters = Callable[[], Iterable[torch.Tensor] | None]
-"""Returns a model's parameters, always in the same order; None while they cannot be read."""
+"""Returns a model's parameters, always in the same order; None while their memory is gone, and no
+parameters if the engine moves them about, so that they cannot be compared."""
 
 
 class LoadedWeights:
@@ -31,31 +32,47 @@ class LoadedWeights:
     def __init__(self, start: Weights, parameters: Parameters) -> None:
         self.known = start
         self._parameters = parameters
+        self._started = False
+        self._declared = ""  # the version of the weights, by who updated them
+
+    def start(self) -> None:
+        """Read the parameters that the engine starts with. Idempotent."""
+        if not self._started:
+            self._started = True
+            self.known = msgspec.structs.replace(self.known, parameters=self._digest() or "")
 
     def look(self, version: str = "") -> None:
-        """The weights may have changed: if the parameters have, nothing else is known of them, but
-        the ``version`` that is declared now."""
-        found = self._digest()
-        if found and self.known.parameters not in ("", found):
-            self.known = Weights()
-        self.known = msgspec.structs.replace(
-            self.known,
-            parameters=found or self.known.parameters,
-            version=version or self.known.version,
-        )
+        """The weights may have changed; ``version``: they are declared to have it. What is known of
+        them stays if the parameters are the same. If these cannot be compared, only declared
+        versions count."""
+        found, before = self._digest(), self.known
+        if found is not None and not (found and found == before.parameters):
+            if found and before.parameters:  # the weights are others
+                self._declared = ""
+            self.known = Weights(version=self._declared, parameters=found)
+        if version:
+            self._declared = version
+            self.known = msgspec.structs.replace(self.known, version=version)
+        if self.known == Weights() != before:
+            logger.warning(
+                "the model's parameters cannot be compared with former ones, so its weights are "
+                "unknown from this reset on: declare their version on all engines, to hand off and "
+                "to find stored blocks again"
+            )
 
     def updating(self) -> None:
         """Parts of the weights are replaced: nothing is known of them."""
-        self.known = Weights()
+        self.known, self._declared = Weights(), ""
 
     def updated(self, *, files: str = "", version: str = "") -> None:
         """All weights have been replaced, by those of files or of a declared version."""
-        self.known = Weights(files=files, version=version, parameters=self._digest())
+        parameters, self._declared = self._digest() or "", version
+        self.known = Weights(files=files, version=version, parameters=parameters)
 
-    def _digest(self) -> str:
+    def _digest(self) -> str | None:
         try:
             parameters = self._parameters()
-            return "" if parameters is None else parameters_digest(parameters)
+            return None if parameters is None else parameters_digest(parameters)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             logger.warning("the model's parameters cannot be read (%s)", error)
             return ""

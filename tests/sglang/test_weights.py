@@ -55,3 +55,28 @@ def test_weights_are_not_read_while_their_memory_is_gone(monkeypatch: pytest.Mon
     monkeypatch.setattr(process.runner, "model", torch.nn.Linear(4, 4))
     weights._resume(None, None, SimpleNamespace(tags=None))
     assert weights.identity() != before  # they came back as others
+
+
+@pytest.mark.parametrize("eplb", [False, True])
+def test_a_flush_names_pages_anew_where_experts_move_and_no_version_is_declared(
+    monkeypatch: pytest.MonkeyPatch, eplb: bool
+) -> None:
+    """Without experts that move, the parameters are compared: names stay (control)."""
+    process = Serving(monkeypatch)
+    args = SimpleNamespace(enable_eplb=eplb)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+    monkeypatch.setattr(weights, "_start_weights", lambda: Weights(files="a"))
+    start = weights.identity()
+    assert weights.generation() == b""
+    names = {weights.generation()}
+    for _ in range(2):
+        process.flush()
+        assert weights.generation() == weights.generation(), "pages are found until the next flush"
+        names.add(weights.generation())
+    assert len(names) == (3 if eplb else 1)
+    assert (weights.identity() == start) != eplb
+    process.scheduler.handle_update_weight_version(None, SimpleNamespace(new_version="3"))
+    declared = weights.generation()
+    process.flush()
+    assert weights.generation() == declared and (declared in names) != eplb
+    assert weights.identity().weights.version == "3"

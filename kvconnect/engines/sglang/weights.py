@@ -124,7 +124,7 @@ def generation() -> bytes:
     known = _state.models["target"].known
     if known == _state.start and not _state.unknown:  # there was no update
         return b""
-    return generation_of(_state.start, known)
+    return _state.unknown if known == Weights() else generation_of(_state.start, known)
 
 
 def _follow() -> dict[str, LoadedWeights]:
@@ -138,7 +138,7 @@ def _follow() -> dict[str, LoadedWeights]:
         if get_spec().speculative_draft_model_path:
             _state.models["draft"] = LoadedWeights(_draft_weights(), _parameters_of("draft"))
         for model in _state.models.values():
-            model.look()
+            model.start()
         _state.start = _state.models["target"].known
     return _state.models
 
@@ -177,13 +177,23 @@ def _parameters_of(name: str) -> Callable[[], Iterable[torch.Tensor] | None]:
         from sglang.srt.runtime_context import get_server_args
 
         runner = _state.runners.get(name, lambda: None)()
-        # Experts that are moved between ranks change the parameters, not the model.
-        if runner is None or _state.asleep or get_server_args().enable_eplb:
+        if runner is None or _state.asleep:
             return None
+        if get_server_args().enable_eplb:
+            return ()  # experts that are moved between ranks change the parameters
         found: Iterable[torch.Tensor] = runner.model.parameters()
         return found
 
     return parameters
+
+
+def _look(version: str = "") -> None:
+    """The weights may have changed; ``version``: they are declared to have it."""
+    for model in _state.models.values():
+        model.look(version)
+    if _state.models and _state.models["target"].known == Weights():
+        _state.unknown = os.urandom(16)
+    _show()
 
 
 def _show() -> None:
@@ -253,9 +263,7 @@ def _end(result: Any, *_: Any, **__: Any) -> None:
 
 
 def _declared(_result: Any, _scheduler: Any, request: Any, *_: Any, **__: Any) -> None:
-    for model in _state.models.values():
-        model.look(request.new_version)
-    _show()
+    _look(request.new_version)
 
 
 def _flushed(result: Any, *_: Any, **__: Any) -> None:
@@ -263,9 +271,7 @@ def _flushed(result: Any, *_: Any, **__: Any) -> None:
     if result is False or not _state.models or _state.session:
         return
     _state.old_pages = False
-    for model in _state.models.values():
-        model.look()
-    _show()
+    _look()
 
 
 def _release(_updater: Any, request: Any, *_: Any, **__: Any) -> None:
@@ -275,9 +281,7 @@ def _release(_updater: Any, request: Any, *_: Any, **__: Any) -> None:
 def _resume(_result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
     if _has_weights(request.tags):
         _state.asleep = False
-        for model in _state.models.values():
-            model.look()
-        _show()
+        _look()
 
 
 def _has_weights(tags: Sequence[str] | None) -> bool:

@@ -170,6 +170,11 @@ class WorkerWeights:
         model, draft = (loaded.known for loaded in self._models)
         return Identity(weights=model, draft=draft, mixes_weights=self._mixes)
 
+    def start(self) -> None:
+        """The weights are those that the engine starts with. Idempotent."""
+        for model in self._models:
+            model.start()
+
     def look(self, version: str = "") -> None:
         """The weights may have changed; ``version``: they are declared to have it."""
         for model in self._models:
@@ -188,10 +193,10 @@ class WorkerWeights:
     def _parameters_of(self, getter: str) -> Callable[[], Iterable[torch.Tensor] | None]:
         def parameters() -> Iterable[torch.Tensor] | None:
             worker = _PresentWorker.get()
-            # Experts that are moved between ranks change the parameters, not the model.
-            moved = self._config.parallel_config.enable_eplb
-            if worker is None or _PresentWorker.asleep or moved:
+            if worker is None or _PresentWorker.asleep:
                 return None
+            if self._config.parallel_config.enable_eplb:
+                return ()  # experts that are moved between ranks change the parameters
             model = getattr(worker, getter, lambda: None)()
             return None if model is None else model.parameters()
 

@@ -128,7 +128,7 @@ class ConnectorWorker:
         its bandwidth makes this worker use the device, which would break a capture.
         """
         if self._weights is not None:
-            self._weights.look()
+            self._weights.start()
         if self._tiers is not None:
             self._tiers.set_identity(self._identity)
         self._start_agent()

@@ -22,7 +22,7 @@ class Model:
 
     def started(self, **known: str) -> LoadedWeights:
         weights = LoadedWeights(Weights(**known), lambda: self.parameters)
-        weights.look()
+        weights.start()
         return weights
 
 
@@ -118,6 +118,29 @@ def test_parameters_that_cannot_be_read_are_unknown_and_not_equal() -> None:
     model.parameters = [torch.empty(3, device="meta")]
     weights.look()
     assert weights.known == Weights()
+
+
+@pytest.mark.parametrize("unreadable", [[], [torch.empty(3, device="meta")]])
+def test_weights_that_cannot_be_compared_are_unknown_from_a_reset_on(
+    unreadable: list[torch.Tensor],
+) -> None:
+    model = Model()
+    for compared in (True, False):  # True: control
+        model.parameters = [torch.ones(3)] if compared else unreadable
+        weights = model.started(files="f", version="of the files")
+        weights.start()  # as the worker greets once more
+        assert weights.known.files == "f"
+        weights.look()
+        assert weights.known.files == ("f" if compared else "")
+        assert (weights.known == Weights()) != compared
+        weights.look("2")
+        assert weights.known.version == "2"
+        weights.look()  # a declared version is of all weights, until another one is declared
+        assert weights.known.version == "2"
+        weights.updated(files="g")
+        assert weights.known.version == ""
+        weights.look()
+        assert weights.known.files == ("g" if compared else "")
 
 
 def test_generations_are_of_what_the_weights_are() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvconnect.engines.vllm import weights
 from kvconnect.engines.vllm.messages import LookAtWeights
-from kvconnect.engines.vllm.weights import EngineWeights
+from kvconnect.engines.vllm.weights import EngineWeights, WorkerWeights
 from kvconnect.protocol.identity import Identity, Weights
 
 
@@ -170,3 +172,35 @@ def test_ranks_that_know_parameters_alone_name_them_together() -> None:
 
     assert name("p", "q") == name("p", "q") != name("p", "r")
     assert name("p", "q") != name("q", "p")
+
+
+@pytest.mark.parametrize("eplb", [False, True])
+def test_a_reset_names_blocks_anew_where_experts_move_and_no_version_is_declared(
+    part: Part, monkeypatch: pytest.MonkeyPatch, eplb: bool
+) -> None:
+    """Without experts that move, the parameters are compared: names stay (control)."""
+    start = Weights(files="a"), Weights()
+    monkeypatch.setattr(weights, "_start_weights", lambda _: start)
+    worker: Any = weights.Worker()
+    model = torch.nn.Linear(2, 2)
+    worker.get_model = lambda: model
+    worker.get_kv_connector_handshake_metadata()
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=eplb))
+    loaded, engine = WorkerWeights(config, mixes=False), EngineWeights()
+    loaded.start()
+    engine.greet({P: loaded.identity})
+
+    def reset(version: str = "") -> bytes | None:
+        engine.look(version)
+        order = engine.take()
+        assert order is not None
+        loaded.look(order.version)
+        engine.on_reports({P: (order.number, loaded.identity)})
+        return engine.settled()
+
+    first, second = reset(), reset()
+    assert (first == second == b"") != eplb and first is not None
+    assert (first != second) == eplb, "each reset may be of other weights"
+    if eplb:
+        assert loaded.identity.weights == Weights()
+        assert reset("2") == reset() != b""
