@@ -234,6 +234,7 @@ class DecodeExecutor:
                 early=request.early,
                 parts=parts,
                 prompt=request.prompt,
+                held=request.held,
             ),
         )
 

@@ -44,7 +44,8 @@ class ConnectPeer(NamedTuple):
 
 class RequestPages(NamedTuple):
     """Submit an ``IncomingPages`` and send a read request. ``spans``: per group the first wire
-    block and the wire-block ids here; the request's parts are (group, first, count) of each."""
+    block and the wire-block ids here; the request's parts are (group, first, count) of each.
+    ``held``: tokens of the prompt that this engine has."""
 
     peer: int
     read_id: int
@@ -52,6 +53,7 @@ class RequestPages(NamedTuple):
     early: bool
     spans: tuple[Span, ...]
     prompt: PromptIdentity = NO_PROMPT
+    held: int = 0
 
 
 class CancelReceive(NamedTuple):
@@ -364,7 +366,11 @@ class DecodePlanner:
         self._reads[peer, read.read_id] = read
         job = read.job.receive
         spans = tuple(span for _, span in sorted(read.spans.items()))
-        return [RequestPages(peer, read.read_id, job.transfer, job.early, spans, job.prompt)]
+        return [
+            RequestPages(
+                peer, read.read_id, job.transfer, job.early, spans, prompt=job.prompt, held=job.held
+            )
+        ]
 
     def _complete(self, read: _AwaitedPages) -> list[Action]:
         """End a read that has everything: its pages, and the peer's word if the job needs it."""

@@ -28,13 +28,15 @@ class OfferBlocks:
 
     The first offer may be empty: it announces the transfer and its prompt. The blocks are held
     until every worker has answered a :class:`Withdraw`. ``cached``: tokens of the prompt that the
-    engine had and did not compute.
+    engine had and did not compute. ``reusable``, of the first offer: another transfer may follow
+    under the same id, and a reader that asks again waits for it.
     """
 
     transfer: TransferId
     spans: tuple[Span, ...] = ()
     prompt: PromptIdentity = NO_PROMPT
     cached: int = 0
+    reusable: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Receive:
         prompt: the request's; the prefill engine refuses any other than its own.
         counted: the report must say how many tokens the prefill engine had cached, so the receive
             ends after it has said so.
+        held: tokens of the prompt that this engine has, so it needs none of their blocks.
     """
 
     job: JobId
@@ -73,6 +76,7 @@ class Receive:
     deadline_s: float
     prompt: PromptIdentity = NO_PROMPT
     counted: bool = False
+    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class TransferEvent(NamedTuple):
 
     Attributes:
         reader: rank of the decode worker.
-        first: JOINED: first block of group 0 that the reader requests.
+        first: JOINED: how many blocks of group 0 the reader has, and so the first one it needs.
         nbytes: DONE: bytes sent.
         seconds: DONE: duration of their transfers.
         moved: DONE: times for a trace, if the engine traces.

@@ -100,9 +100,8 @@ class PrefillExecutor:
             self._sessions.stats.count("handoff_early_reads", int(message.early))
             self._sessions.stats.count("handoff_late_reads", int(not message.early))
             session.meter.open(message.want, asked=False)
-            self._run_actions(
-                self._sender.on_request(_accepted(session, message), time.monotonic())
-            )
+            read = _accepted(session, message, self._sessions.hello.groups[0].block_tokens)
+            self._run_actions(self._sender.on_request(read, time.monotonic()))
         elif isinstance(message, Cancel):
             session.meter.forget(message.want)
             self._run_actions(self._sender.cancel(peer, message.want))
@@ -112,7 +111,8 @@ class PrefillExecutor:
             for transfer in message.transfers:
                 self._run_actions(self._sender.renew(TransferId(transfer)))
         elif isinstance(message, Decline):
-            self._run_actions(self._sender.decline(TransferId(message.transfer)))
+            transfer = TransferId(message.transfer)
+            self._run_actions(self._sender.decline(transfer, peer, session.reader))
         else:
             raise ProtocolError(f"{type(message).__name__} from a reader")
 
@@ -187,7 +187,7 @@ class PrefillExecutor:
         )
 
 
-def _accepted(session: Session, message: ReadRequest) -> AcceptedRead:
+def _accepted(session: Session, message: ReadRequest, block_tokens: int) -> AcceptedRead:
     transfer = TransferId(message.transfer)
     return AcceptedRead(
         session.peer,
@@ -198,4 +198,5 @@ def _accepted(session: Session, message: ReadRequest) -> AcceptedRead:
         session.views,
         message.parts,
         message.prompt,
+        message.held // block_tokens,
     )

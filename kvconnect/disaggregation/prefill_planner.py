@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from kvconnect.bounded import remember
 from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.disaggregation.prefill_reads import (
     AcceptedRead,
@@ -33,7 +34,7 @@ from kvconnect.disaggregation.prefill_reads import (
 )
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import Misuse
-from kvconnect.types import FailureCause, TransferId
+from kvconnect.types import FailureCause, Rank, TransferId
 
 __all__ = [
     "MAX_PARKED_READS",
@@ -55,7 +56,7 @@ __all__ = [
 MAX_PARKED_READS = 2048
 """Limit on read requests that wait for an unknown transfer; more are refused. One peer may hold at
 most as many as remain free, so that no peer can block the others. The same limit applies to
-declines of unknown transfers; more are ignored."""
+declines of unknown transfers; the oldest are forgotten."""
 
 MAX_READS = 4096
 """Limit on unfinished read requests of one peer; more are refused."""
@@ -63,6 +64,12 @@ MAX_READS = 4096
 
 class _ParkedRead(NamedTuple):
     request: AcceptedRead
+    deadline: float
+
+
+class _KeptDecline(NamedTuple):
+    peer: int
+    reader: Rank
     deadline: float
 
 
@@ -99,6 +106,7 @@ class _TransferTable:
         reader = ServedRead(request, offered)
         self.readers.setdefault(request.peer, {})[request.read_id] = reader
         offered.readers[request.peer, request.read_id] = reader
+        offered.answered.add(request.reader)
         actions: list[Action] = [reader.start()]
         for span, fence in offered.ready.values():
             actions += reader.send_all(span, fence)
@@ -168,7 +176,7 @@ class PrefillPlanner:
         self._transfers = _TransferTable()
         self._writes = StepWrites()
         self._parked: dict[tuple[int, int], _ParkedRead] = {}  # by peer and read id
-        self._declined: dict[TransferId, float] = {}  # of unknown transfers; deadlines
+        self._declined: dict[TransferId, _KeptDecline] = {}  # of unknown transfers
         self._last_read_id: dict[int, int] = {}  # by peer
         self._heartbeat_at = 0.0
 
@@ -189,9 +197,10 @@ class PrefillPlanner:
         actions: list[Action] = []
         offered = self._transfers.offered.get(offer.transfer)
         if offered is None:
-            offered = self._transfers.offered[offer.transfer] = OfferedTransfer(offer.prompt)
-            if self._declined.pop(offer.transfer, None) is not None:
-                actions += self.decline(offer.transfer)
+            offered = OfferedTransfer(offer.prompt, reusable=offer.reusable)
+            self._transfers.offered[offer.transfer] = offered
+            if (kept := self._declined.pop(offer.transfer, None)) is not None:
+                actions += self.decline(offer.transfer, kept.peer, kept.reader)
             parked = [
                 key for key, item in self._parked.items() if item.request.transfer == offer.transfer
             ]
@@ -240,9 +249,13 @@ class PrefillPlanner:
         """
         check_read(request, self._last_read_id.get(request.peer, -1))
         self._last_read_id[request.peer] = request.read_id
-        if request.transfer in self._transfers.offered:
+        offered = self._transfers.offered.get(request.transfer)
+        waits = request.early and (
+            offered is None or offered.is_for_next(request.peer, request.reader)
+        )
+        if offered is not None and not waits:
             return self._transfers.join(request, self._writes)
-        if not request.early:
+        if not waits:
             return [
                 RefuseRead(
                     request.peer, request.read_id, FailureCause.GONE, "the blocks are not held here"
@@ -261,9 +274,11 @@ class PrefillPlanner:
         will read the transfer, and the prefill need not wait for a reader."""
         parked = self._parked.pop((peer, read_id), None)
         if parked is not None:
-            transfer = parked.request.transfer
-            others = any(item.request.transfer == transfer for item in self._parked.values())
-            return [] if others else self.decline(transfer)
+            request = parked.request
+            others = (item.request for item in self._parked.values())
+            if any(other.transfer == request.transfer for other in others):
+                return []
+            return self.decline(request.transfer, peer, request.reader)
         reader = self._transfers.get(peer, read_id)
         if reader is None or reader.state is not TransferState.MOVING:
             return []
@@ -326,12 +341,15 @@ class PrefillPlanner:
         offered = transfer in self._transfers.offered
         return [ReportNotice(TransferEvent(transfer, NoticeKind.RENEWED))] if offered else []
 
-    def decline(self, transfer: TransferId) -> list[Action]:
+    def decline(self, transfer: TransferId, peer: int, reader: Rank) -> list[Action]:
         """A decode engine does not need a transfer; perhaps before the prefill began."""
-        if transfer in self._transfers.offered:
+        offered = self._transfers.offered.get(transfer)
+        if offered is not None and not offered.is_for_next(peer, reader):
+            offered.answered.add(reader)
             return [ReportNotice(TransferEvent(transfer, NoticeKind.DECLINED))]
-        if len(self._declined) < MAX_PARKED_READS:
-            self._declined[transfer] = math.inf  # the next tick sets the deadline
+        # The next tick sets the deadline.
+        kept = _KeptDecline(peer, reader, math.inf)
+        remember(self._declined, transfer, kept, MAX_PARKED_READS)
         return []
 
     def tick(self, now: float) -> list[Action]:
@@ -342,8 +360,10 @@ class PrefillPlanner:
         for key in late:
             del self._parked[key]
         latest = now + self._deadline_s
-        declined = self._declined.items()
-        self._declined = {key: min(end, latest) for key, end in declined if end > now}
+        declined = [item for item in self._declined.items() if item[1].deadline > now]
+        self._declined = {
+            key: kept._replace(deadline=min(kept.deadline, latest)) for key, kept in declined
+        }
         if now < self._heartbeat_at:
             return actions
         self._heartbeat_at = now + self._heartbeat_s

@@ -35,7 +35,8 @@ class GroupView(NamedTuple):
 class AcceptedRead(NamedTuple):
     """A read request of a peer. ``views``: by group; groups that only one worker has are missing.
     ``parts``: (group, first wire block, count), groups ascending. ``early``: this worker may not
-    know the transfer yet. ``prompt``: the peer's."""
+    know the transfer yet. ``prompt``: the peer's. ``held``: how many blocks of group 0, as they are
+    here, the reader has."""
 
     peer: int
     read_id: int
@@ -45,6 +46,7 @@ class AcceptedRead(NamedTuple):
     views: Mapping[int, GroupView]
     parts: Sequence[tuple[int, int, int]]
     prompt: PromptIdentity = NO_PROMPT
+    held: int = 0
 
 
 # Actions ---------------------------------------------------------------------------------
@@ -170,11 +172,7 @@ class ServedRead:
             for group, _, count in self.request.parts
             for view in (self.request.views[group],)
         )
-        group, first, _ = self.request.parts[0]
-        block = 0 if group else first // self.request.views[group].ratio
-        return ReportNotice(
-            TransferEvent(self.request.transfer, NoticeKind.JOINED, self.request.reader, block)
-        )
+        return self.notice(NoticeKind.JOINED, self.request.held)
 
     def send(self, span: Span, number: int, fence: Any) -> list[Action]:
         """Submit the requested blocks of a span in one unit; -1: the reader takes no such layer."""
@@ -226,8 +224,8 @@ class ServedRead:
         notice = TransferEvent(self.request.transfer, NoticeKind.DONE, self.request.reader)
         return [ReportServed(self.request.peer, self.request.read_id, notice)]
 
-    def notice(self, kind: NoticeKind) -> ReportNotice:
-        return ReportNotice(TransferEvent(self.request.transfer, kind, self.request.reader))
+    def notice(self, kind: NoticeKind, first: int = 0) -> ReportNotice:
+        return ReportNotice(TransferEvent(self.request.transfer, kind, self.request.reader, first))
 
     def _units(self, group: int, number: int) -> list[int]:
         """Return the per-layer units that unit ``number`` consists of."""
@@ -245,6 +243,8 @@ class OfferedTransfer:
     readers: dict[tuple[int, int], ServedRead] = field(default_factory=dict)  # by peer and read id
     cause: FailureCause | None = None  # why the transfer was withdrawn
     outdated: bool = False  # some of it may be of former weights
+    reusable: bool = False  # another transfer may follow under this id
+    answered: set[Rank] = field(default_factory=set)  # readers that have read it, or declined
 
     def add(self, span: Span, fence: Any) -> None:
         """All layers of a span, and of earlier spans, can be read once ``fence`` has passed.
@@ -273,6 +273,13 @@ class OfferedTransfer:
         """Whether a reader of this rank is being served, or was."""
         kept = (TransferState.MOVING, TransferState.COMPLETE)
         return any(r.request.reader == rank and r.state in kept for r in self.readers.values())
+
+    def is_for_next(self, peer: int, rank: Rank) -> bool:
+        """Whether a reader that asks or declines means the transfer that follows under this id: it
+        has answered for this one. It means this one while another peer of its rank reads it."""
+        others = (r.request for r in self.moving() if r.request.peer != peer)
+        known = self.reusable and rank in self.answered
+        return known and all(request.reader != rank for request in others)
 
     def moving(self) -> list[ServedRead]:
         """Return the readers that are being served."""

@@ -147,7 +147,8 @@ class ReadRequest(msgspec.Struct, tag="want"):
     """Reader: send pages of a transfer.
 
     ``parts``: (group, first wire block, count), groups ascending. ``early``: the source may not
-    know the transfer yet (push). ``prompt``: the reader's, which must be the source's.
+    know the transfer yet (push). ``prompt``: the reader's, which must be the source's. ``held``:
+    tokens of it whose KV the reader has.
     """
 
     want: ReadId
@@ -155,6 +156,7 @@ class ReadRequest(msgspec.Struct, tag="want"):
     early: bool
     parts: Annotated[list[tuple[_Group, _Block, _Blocks]], Meta(min_length=1, max_length=1024)]
     prompt: PromptIdentity
+    held: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
 
 
 class Cancel(msgspec.Struct, tag="cancel"):

@@ -175,10 +175,21 @@ class Peers(RuleBasedStateMachine):
             st.sampled_from([0, 0, 0, 1, 2, 5, 6, 7, 100, (1 << 40) - 1]),
             st.sampled_from([1, 4, 6, (1 << 24) - 1]),
         ).flatmap(lambda part: st.sampled_from([[part], [part, (AUX, 0, 1)], [(AUX, 0, 1)]])),
+        held=st.sampled_from([None, None, None, 0, 5, 100, (1 << 40) - 1]),
     )
-    def read(self, peer: int, room: int, early: bool, rank: Rank, parts: Parts) -> None:
+    def read(
+        self,
+        peer: int,
+        room: int,
+        early: bool,
+        rank: Rank,
+        parts: Parts,
+        held: int | None = None,
+    ) -> None:
         self.reads += 1
-        ask = AcceptedRead(peer, self.reads, transfer_of(room), early, rank, VIEWS, parts)
+        held = parts[0][1] if held is None else held
+        transfer = transfer_of(room)
+        ask = AcceptedRead(peer, self.reads, transfer, early, rank, VIEWS, parts, held=held)
         try:
             self.agent.do(self.agent.sender.on_request(ask, 0.0))
         except ProtocolError:
@@ -188,9 +199,13 @@ class Peers(RuleBasedStateMachine):
     def says(self, peer: int, back: int, what: str) -> None:
         self.agent.do(getattr(self.agent.sender, what)(peer, self.reads - back))
 
-    @rule(room=st.sampled_from(ROOMS), what=st.sampled_from(["decline", "renew"]))
-    def says_of_a_room(self, room: int, what: str) -> None:
-        self.agent.do(getattr(self.agent.sender, what)(transfer_of(room)))
+    @rule(room=st.sampled_from(ROOMS), peer=st.integers(1, 3), rank=st.sampled_from(RANKS))
+    def declines(self, room: int, peer: int, rank: Rank) -> None:
+        self.agent.do(self.agent.sender.decline(transfer_of(room), peer, rank))
+
+    @rule(room=st.sampled_from(ROOMS))
+    def renews(self, room: int) -> None:
+        self.agent.do(self.agent.sender.renew(transfer_of(room)))
 
     @rule(peer=st.integers(1, 3))
     def lost(self, peer: int) -> None:

@@ -190,6 +190,44 @@ def test_a_second_request_of_a_live_room_fails_alone_in_prefill(closing: ExitSta
     assert not prefill.request_status and not prefill.failure_records
 
 
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_room_is_used_again_before_sglang_has_polled_its_first_request(
+    settled: bool, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode has lost the pages and lets them be computed once more. What the first request frees
+    late is freed when SGLang clears it, which is at the same point on every rank."""
+    prefill, source, decode, reader = pair(closing)
+    first = sender(prefill, ROOM)
+    asking = receiver(decode, [source], ROOM)
+    ask(asking, [7])
+    until(lambda: first.poll() == KVPoll.WaitingForInput)
+    source.send_all([3], chunks=1)
+    freed: list[int] = []
+    room = prefill.prefill_rooms.find(ROOM)
+    room.keep({3}, [lambda: freed.append(3)])
+    until(lambda: asking.poll() == KVPoll.Success)
+    asking.clear()
+    again = receiver(decode, [source], ROOM)
+    ask(again, [8])
+    planner = source.agent._sending._sender
+    until(lambda: planner._parked and source.agent.has_news)
+    if not settled:  # the control: the room is still the first one's
+        monkeypatch.setattr(KVConnectSender, "settle", lambda _: None)
+        assert sender(prefill, ROOM).poll() == KVPoll.Failed
+        return
+    second = sender(prefill, ROOM)
+    until(lambda: second.poll() == KVPoll.WaitingForInput)
+    assert first.poll() == KVPoll.Success and freed == []
+    first.clear()
+    assert freed == [3]
+    source.send_all([4], chunks=1)
+    until(lambda: second.poll() == KVPoll.Success and again.poll() == KVPoll.Success)
+    assert reader.page(0, 7).any() and reader.page(0, 8).any()
+    first.clear()
+    second.clear()
+    assert freed == [3] and not prefill.request_status
+
+
 def test_a_receiver_that_knows_no_server_yet_cannot_be_asked_for_pages(closing: ExitStack) -> None:
     _, source, decode, _ = pair(closing)
     waiting = receiver(decode, [source], ROOM, known=False)

@@ -76,6 +76,14 @@ def test_pages_that_move_while_they_are_sent(monkeypatch: pytest.MonkeyPatch) ->
         runtime_context.check(args)
 
 
+def test_checksums_of_pages_that_are_not_the_ones_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = published(disaggregation_enable_kv_checksum=True)
+    runtime_context.check(args)
+    monkeypatch.setenv("KVCONNECT_LAYERWISE", "1")
+    with pytest.raises(ConfigError, match=r"KVCONNECT_LAYERWISE='1'.*-enable-kv-checksum"):
+        runtime_context.check(args)
+
+
 @pytest.mark.parametrize(("name", "used"), [("auto", "tcp"), ("tcp", "tcp"), ("nixl", None)])
 def test_memory_that_is_given_up_and_taken_again(name: str, used: str | None) -> None:
     assert runtime_context.transport(name, published()) == name

@@ -246,6 +246,7 @@ class KVConnectSender(RoomOwner, CommonKVSender):
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
+        self._frees: list[Callable[[], object]] = []
         mgr.poll_agent()
         previous = mgr.claims.owner(bootstrap_room)
         if isinstance(previous, KVConnectSender):
@@ -269,10 +270,10 @@ class KVConnectSender(RoomOwner, CommonKVSender):
         """Let go of the room if the hand-off is over, although SGLang has not polled it yet: a
         request that decode asks for again may come before that."""
         status = self.kv_mgr.request_status.get(self.bootstrap_room)
-        room = self.kv_mgr.prefill_rooms.find(self.bootstrap_room)
-        # Frees have to come at the same point on every rank.
-        if status in (KVPoll.Success, KVPoll.Failed) and not (room and room.deferred_frees):
+        if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
+            # They have to come at the same point on every rank: when SGLang clears this sender.
+            self._frees = self.kv_mgr.prefill_rooms.take_frees(self.bootstrap_room)
             self.clear()
 
     @contains_errors()
@@ -312,6 +313,9 @@ class KVConnectSender(RoomOwner, CommonKVSender):
     @contains_errors()
     def clear(self) -> None:
         if not self.owns_room:
+            frees, self._frees = self._frees, []
+            for free in frees:
+                free()
             return
         moved = self.kv_mgr.prefill_rooms.moved(self.bootstrap_room)
         if moved is not None:
@@ -326,7 +330,7 @@ class KVConnectSender(RoomOwner, CommonKVSender):
         """Fail the request and let go of its room: SGLang does not clear every aborted request."""
         if self.owns_room:
             super().abort()
-            self.clear()
+        self.clear()
         self.conclude_state = KVPoll.Failed
 
     def _close(self) -> None:

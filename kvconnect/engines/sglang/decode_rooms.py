@@ -89,6 +89,7 @@ class DecodeRooms:
             early=True,
             deadline_s=self._deadline_s,
             prompt=request.prompt,
+            held=request.first * self._groups[0][0],
         )
         self._agent.run(DisaggregationInstructions(receives=[receive], keeps=refusals))
 

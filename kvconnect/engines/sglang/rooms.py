@@ -54,7 +54,7 @@ def room_of(transfer: TransferId) -> int:
 
 
 def _announced(room: int, prompt: PromptIdentity) -> DisaggregationInstructions:
-    offer = OfferBlocks(transfer_of(room), prompt=prompt)
+    offer = OfferBlocks(transfer_of(room), prompt=prompt, reusable=True)
     return DisaggregationInstructions(offers=[offer])
 
 
@@ -261,6 +261,14 @@ class PrefillRooms:
                 stats.count("handoff_sent_requests", label="done" if found.served else "aborted")
         for free in found.deferred_frees:
             free()
+
+    def take_frees(self, room: int) -> list[Callable[[], object]]:
+        """Return the deferred frees of a room, which :meth:`close` will not call then."""
+        found = self._rooms.get(room)
+        if found is None:
+            return []
+        frees, found.deferred_frees = found.deferred_frees, []
+        return frees
 
     def moved(self, room: int) -> RoomTransfer | None:
         """Return what was sent to readers; None if the room is closed."""

@@ -57,6 +57,10 @@ def check(server_args: ServerArgs) -> None:
     if is_layerwise() and server_args.enable_unified_memory:
         fix = "unset it: with --enable-unified-memory SGLang moves pages while they are sent"
         raise ConfigError(LAYERWISE, "1", fix)
+    if is_layerwise() and server_args.disaggregation_enable_kv_checksum:
+        # SGLang's digest is of the cache's page, where another request has computed the same one.
+        fix = "unset it, or leave out --disaggregation-enable-kv-checksum"
+        raise ConfigError(LAYERWISE, "1", fix)
     check_flags(server_args)
 
 

@@ -546,8 +546,10 @@ class World:
             views = self.views(link, link.source, self.sizes[0])
             ask = AcceptedRead(link.peer, read_id, transfer, early, link.reader.rank, views, parts)
             self.do(link.source, machine.on_request(ask, self.now))
-        elif what in ("renew", "decline"):
-            self.do(link.source, getattr(machine, what)(*rest))
+        elif what == "renew":
+            self.do(link.source, machine.renew(*rest))
+        elif what == "decline":
+            self.do(link.source, machine.decline(rest[0], link.peer, link.reader.rank))
         else:
             self.do(link.source, getattr(machine, what)(link.peer, *rest))
 

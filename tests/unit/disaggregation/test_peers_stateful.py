@@ -209,7 +209,8 @@ class SourceMachine(RuleBasedStateMachine):
         verb=st.sampled_from(["renew", "decline"]),
     )
     def speak_of(self, transfer: TransferId, verb: str) -> None:
-        self.carry_out(getattr(self.machine, verb)(transfer))
+        who = (EVIL[0], RANKS[0]) if verb == "decline" else ()
+        self.carry_out(getattr(self.machine, verb)(transfer, *who))
 
     @rule(peer=peers)
     def lose(self, peer: int) -> None:

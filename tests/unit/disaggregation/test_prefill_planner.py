@@ -199,17 +199,81 @@ def test_an_early_decline_is_told_when_the_prefill_begins(
     monkeypatch.setattr(machine, "MAX_PARKED_READS", 1)
     one = sender()
     one.tick(50.0)
-    assert one.decline(T) == one.decline(T) == one.decline(U) == []
+    assert one.decline(U, 3, ONE) == one.decline(T, 3, ONE) == one.decline(T, 3, ONE) == []
     assert one.tick(51.0) + one.tick(60.9) == []
-    assert notices(one.offer(OfferBlocks(U))) == []  # one too many to remember
+    assert notices(one.offer(OfferBlocks(U))) == []  # one too many to remember: the oldest went
     assert notices(one.offer(OfferBlocks(T))) == ["declined"]
     assert notices(one.offer(OfferBlocks(T, (span(0, 5),)))) == []
 
 
+def test_a_reader_that_asks_again_gets_the_transfer_that_follows() -> None:
+    """Under the same id; whether the first one is under way, complete or being withdrawn."""
+    for state in ("moving", "complete", "stopping"):
+        for reusable in (True, False):
+            one = sender()
+            one.offer(OfferBlocks(T, prompt=PROMPT, reusable=reusable))
+            one.offer(OfferBlocks(T, (span(0, 5, 6, 7, 8),)))
+            one.step_written("step")
+            one.on_request(ask(early=True, prompt=PROMPT), 0.0)
+            if state == "complete":
+                one.sent(3, 1)
+                one.done(3, 1)
+            if state == "stopping":
+                one.withdraw(Withdraw(T, FailureCause.GONE))
+            again = one.on_request(ask(read_id=2, early=True, prompt=OTHER_PROMPT), 0.0)
+            if not reusable:  # the control: an id that is used once
+                assert refusals(again)
+                continue
+            assert again == []
+            told = one.withdraw(Withdraw(T, FailureCause.GONE)) if state != "stopping" else []
+            told += one.drained(3, 1)
+            assert notices(told) == ["withdrawn"]
+            assert notices(one.offer(OfferBlocks(T, prompt=OTHER_PROMPT))) == ["joined"]
+            one.offer(OfferBlocks(T, (span(0, 1, 2, 3, 4),)))
+            assert pages(one.step_written("next")) == [(9, 0, [1, 2, 3, 4], "next")]
+
+
+def test_another_peer_cannot_wait_for_what_follows_a_read_under_way() -> None:
+    """It asks for the same transfer: two requests have one id."""
+    one = sender()
+    one.offer(OfferBlocks(T, reusable=True))
+    one.on_request(ask(early=True), 0.0)
+    assert refusals(one.on_request(ask(peer=4, early=True), 0.0)) == [(4, 1, "refused")]
+    one.cancel(3, 1)
+    assert one.on_request(ask(peer=4, read_id=2, early=True), 0.0) == []
+    assert refusals(one.tick(10.0)) == [(4, 2, "gone")]  # a wait has its end
+
+
+def test_a_decline_of_the_transfer_that_follows_is_kept_for_it() -> None:
+    for first in ("read", "declined"):
+        one = sender()
+        one.offer(OfferBlocks(T, reusable=True))
+        if first == "read":
+            one.on_request(ask(early=True), 0.0)
+        else:
+            assert notices(one.decline(T, 3, ONE)) == ["declined"]
+        assert one.decline(T, 3, ONE) == []
+        one.withdraw(Withdraw(T, FailureCause.GONE))
+        assert notices(one.offer(OfferBlocks(T, reusable=True))) == ["declined"]
+        # And of one that is asked for, and not any more.
+        assert one.on_request(ask(read_id=2, early=True), 0.0) == []
+        assert one.cancel(3, 2) == []
+        one.withdraw(Withdraw(T, FailureCause.GONE))
+        assert notices(one.offer(OfferBlocks(T, reusable=True))) == ["declined"]
+
+
+def test_a_reader_says_what_it_has_although_it_needs_no_block_of_that_group() -> None:
+    one = sender(2, 1)
+    one.offer(OfferBlocks(T))
+    views = {0: GroupView(1, 9, (0, 1)), 1: GroupView(1, 9, (0,))}
+    (joined,) = one.on_request(ask(views=views, parts=[(1, 0, 1)], held=7), 0.0)
+    assert isinstance(joined, ReportNotice) and joined.notice.first == 7
+
+
 def test_an_early_decline_is_forgotten_in_time_or_when_someone_asks() -> None:
     one = sender()
-    one.decline(T)
-    one.decline(U)
+    one.decline(T, 3, ONE)
+    one.decline(U, 3, ONE)
     assert one.on_request(ask(early=True), 0.0) == []
     assert notices(one.offer(OfferBlocks(T))) == ["joined"]
     for now in (1.0, 11.0):
@@ -367,8 +431,8 @@ def test_heartbeats_say_what_is_still_to_come() -> None:
 def test_words_of_the_decode_engine_reach_the_scheduler() -> None:
     one = written(span(0, 5))
     assert notices(one.renew(T)) == ["renewed"]
-    assert notices(one.decline(T)) == ["declined"]
-    assert one.renew(U) == one.decline(U) == []
+    assert notices(one.decline(T, 3, ONE)) == ["declined"]
+    assert one.renew(U) == one.decline(U, 3, ONE) == []
 
 
 def test_the_engine_keeps_the_order() -> None:

@@ -141,6 +141,9 @@ def test_a_prompt_that_decode_has_whole_still_brings_its_row(
     for reader in decode:
         reader.ask([7, 2], paired(reader, prefill, sizes), prefix=2)
     until(everyone, lambda: all(source.ready for source in prefill))
+    # SGLang's checksum covers what is sent. Ranks with other heads have none to compare.
+    held = [source.prefill_rooms.prefix(ROOM) for source in prefill]
+    assert held[0] == 2 and (sizes[0] > sizes[1] or held == [2] * len(held))
     for source in prefill:
         source.send_all([3, 9], prefix=2)
     until(everyone, lambda: all(rank.done for rank in everyone))
@@ -236,11 +239,42 @@ def test_a_room_given_to_two_requests_is_over_when_both_are(closing: ExitStack) 
     source.prefill_rooms.open(ROOM)
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
-    reader.ask([8], [source])  # refused: this reader is served already
-    until([source, reader], lambda: bool(reader.failed))
+    reader.ask([8], [source])  # waits for the room to be opened again
+    until([source, reader], lambda: bool(source.agent._sending._sender._parked))
     assert not reader.decode_rooms.is_over(ROOM)  # page 7 may still be written
     reader.decode_rooms.drop(ROOM)
     until([source, reader], lambda: reader.decode_rooms.is_over(ROOM))
+
+
+@pytest.mark.parametrize("state", ["complete", "under way"])
+def test_a_room_is_asked_for_again_before_prefill_has_closed_it(
+    closing: ExitStack, state: str
+) -> None:
+    """SGLang retracts a request and lets prefill compute it once more, in the same room."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    source.prefill_rooms.open(ROOM)
+    reader.ask([7, 2], [source])
+    until([source, reader], lambda: bool(source.ready))
+    if state == "complete":
+        source.send_all([3, 9])
+        until([reader], lambda: bool(reader.done))
+    else:
+        reader.decode_rooms.drop(ROOM)
+    reader.ask([11, 12, 13], [source])
+    planner = source.agent._sending._sender
+    until([reader], lambda: bool(planner._parked or reader.failed))
+    assert not reader.failed
+    source.poll_agent()
+    source.prefill_rooms.close(ROOM)  # SGLang's loop comes round
+    source.ready.clear()
+    source.done.clear()
+    reader.done.clear()
+    source.prefill_rooms.open(ROOM)
+    until([source, reader], lambda: bool(source.ready))
+    source.send_all([4, 5, 6])
+    until([source, reader], lambda: bool(reader.done and source.done))
+    for ours, page in zip([11, 12, 13], [4, 5, 6], strict=True):
+        assert torch.equal(reader.page(0, ours), expected(reader, 0, page))
 
 
 def test_a_second_reader_does_not_move_what_the_first_one_has(closing: ExitStack) -> None:

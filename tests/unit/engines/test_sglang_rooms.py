@@ -19,7 +19,7 @@ def declined_and_computed(play: hostile.Peers, count: int) -> None:
     """SGLang opens a room, decode declines it, and SGLang sends the first blocks of its prompt."""
     play.opens(ROOM)
     play.pumps()
-    play.says_of_a_room(ROOM, "decline")
+    play.declines(ROOM, 1, hostile.RANKS[1])
     play.computes(ROOM, count, push=False)
 
 
