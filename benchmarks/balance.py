@@ -25,7 +25,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,6 +44,8 @@ UTILISATION = 0.8
 REQUESTS = 20_000
 SEEDS = 5
 REAL_REQUESTS = 3000  # 50 seconds
+CACHED_SEEDS, CACHED_REQUESTS = 3, 3000
+START_S = 60.0
 BLOCK = 64
 GROUPS = 64  # shared prefixes in that trace
 
@@ -359,7 +361,8 @@ def real(requests: int) -> dict[str, float]:
             if interval:
                 ends.enter_context(process(router))
                 url = f"http://127.0.0.1:{at}"
-            time.sleep(5)
+            for port in (prefill, decode, at) if interval else (prefill, decode):
+                wait_for(port)
             ttft = asyncio.run(drive(trace, url, prefill, decode))
             with urllib.request.urlopen(f"http://127.0.0.1:{prefill}/v1/loads") as answer:
                 areas = [load["area"] for load in json.load(answer)["loads"]]
@@ -370,6 +373,20 @@ def real(requests: int) -> dict[str, float]:
         gain = 1 - figures[f"real_ttft_s_{name}"] / figures["real_ttft_s_modulo"]
         figures[f"real_ttft_gain_{name}"] = gain
     return figures
+
+
+def wait_for(port: int) -> None:
+    """Wait until a server says that it is healthy.
+
+    Raises:
+        SystemExit: it does not within :data:`START_S`.
+    """
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"port {port}: not healthy after {START_S:.0f} s")
 
 
 @contextmanager
@@ -387,7 +404,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-run", action="store_true", help="only the simulation")
     arguments = parser.parse_args()
-    figures = compare(SEEDS, REQUESTS) | cached(3, 3000)
+    figures = compare(SEEDS, REQUESTS) | cached(CACHED_SEEDS, CACHED_REQUESTS)
     if not arguments.no_run:
         figures |= real(REAL_REQUESTS)
     figures["imbalance"], figures["ttft_gain"] = (

@@ -42,6 +42,8 @@ THINK_S = 0.3  # between two requests of a client
 DEADLINE_S = 8.0  # of a transfer; short, so that cuts longer than it fit in
 REQUEST_LIMIT_S = 120.0  # nothing that a client asks may take longer
 QUIET_S = 90.0
+SHORT_S, LONG_S = 2.0, 1.5 * DEADLINE_S  # of pauses and cuts
+BETWEEN_S = (2.0, 5.0)  # two faults
 YIELDING = 5  # priority of what serves, against 0 of what starts
 ENGINE_KILLS = ("kill prefill", "kill decode")
 
@@ -187,13 +189,13 @@ def faults(fleet: Fleet, stack: ExitStack) -> dict[str, Callable[[], None]]:
         "kill prefill": lambda: kill(fleet.prefill),
         "kill decode": lambda: kill(fleet.decode),
         "kill router": lambda: restart(fleet.router, stack),
-        "pause prefill": lambda: pause(random.choice(fleet.prefill), 2.0),
-        "pause prefill long": lambda: pause(random.choice(fleet.prefill), 1.5 * DEADLINE_S),
-        "pause decode": lambda: pause(random.choice(fleet.decode), 2.0),
+        "pause prefill": lambda: pause(random.choice(fleet.prefill), SHORT_S),
+        "pause prefill long": lambda: pause(random.choice(fleet.prefill), LONG_S),
+        "pause decode": lambda: pause(random.choice(fleet.decode), SHORT_S),
     }
     if shutil.which("iptables") and os.geteuid() == 0:
-        found["cut link"] = lambda: cut_link(2.0)
-        found["cut link long"] = lambda: cut_link(1.5 * DEADLINE_S)
+        found["cut link"] = lambda: cut_link(SHORT_S)
+        found["cut link long"] = lambda: cut_link(LONG_S)
     return found
 
 
@@ -241,7 +243,7 @@ def break_things(fleet: Fleet, stack: ExitStack, minutes: float) -> Counter[str]
         progress(f"  {end - time.monotonic():5.0f} s left: {name}")
         actions[name]()
         done[name] += 1
-        time.sleep(random.uniform(2.0, 5.0))
+        time.sleep(random.uniform(*BETWEEN_S))
     for thread in fleet.restarts:
         thread.join()
     return done

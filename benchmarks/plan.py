@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 from vllm import SamplingParams
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -74,6 +75,7 @@ PIECE = 128
 TOGETHER = 8
 RUNNING = 256
 HASH_BYTES = 32
+INTERVAL = 100_000  # operations between two reports
 
 
 class Prompts:
@@ -184,8 +186,9 @@ def check_lookups(ours: Ours, theirs: Theirs, prompts: Prompts) -> None:
     hashes = prompts.whole(7)
     if (ours.match(hashes), theirs.match(offload_keys(hashes))) != (PROMPT_BLOCKS, PROMPT_BLOCKS):
         raise SystemExit("a stored prompt was not found")
-    hashes[5000] = prompts.unknown(1)[0]
-    if (ours.match(hashes), theirs.match(offload_keys(hashes))) != (5000, 5000):
+    missing = PROMPT_BLOCKS // 2
+    hashes[missing] = prompts.unknown(1)[0]
+    if (ours.match(hashes), theirs.match(offload_keys(hashes))) != (missing, missing):
         raise SystemExit("a block that was never stored was found")
 
 
@@ -244,7 +247,7 @@ class Decoding:
         self._random = random.Random(seed)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         blocks = RUNNING * 2 * PIECE
-        spec = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype="bfloat16")
+        spec = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
         cache = KVCacheConfig(
             num_blocks=blocks,
             kv_cache_tensors=[],
@@ -370,7 +373,7 @@ def measure_stats(seed: int, rounds: int) -> dict[str, float]:
             stats.record_transfer("GPU_to_CPU", nbytes, seconds)
 
     seconds = medians(interleave({"record": record}, rounds))["record"]
-    interval = full_interval(100_000, seed)
+    interval = full_interval(INTERVAL, seed)
     sizes = (len(pickle.dumps(interval)), len(msgspec.msgpack.encode(interval.data)))
     return {
         "stats_record_us": seconds / calls * 1e6,

@@ -47,6 +47,7 @@ SMALL = "136MiB"  # four prompts: fewer than are asked for in turn, and a quarte
 LARGE = "400MiB"
 STORED_PROMPTS = 7
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+SETTLE_S = 0.3  # in which what was stored is written down
 WARM_UP = 10  # prompts, until the rule knows the engine and its disk
 
 
@@ -56,7 +57,9 @@ def store(engines: list[Engine], plain: Engine, prompts: list[list[int]]) -> Non
         expected = [plain.generate([prompt], ANSWER_TOKENS, 0)[1]]
         for engine in engines:
             check_answers(engine, [prompt], expected, cached=0)
-            time.sleep(0.3)  # what is written down must not pile up: here it is all to be found
+            time.sleep(
+                SETTLE_S
+            )  # what is written down must not pile up: here it is all to be found
 
 
 def measure_hits(engines: dict[str, Engine], new: NewPrompts, rounds: int) -> dict[str, Any]:

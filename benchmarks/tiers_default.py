@@ -26,11 +26,10 @@ from typing import Any
 
 from benchmarks.common import emit, progress
 from benchmarks.offload_engine import CACHED_TOKENS, PROMPT_TOKENS, Engine, NewPrompts
-from benchmarks.tiers import SMALL, STORED_PROMPTS
+from benchmarks.tiers import SETTLE_S, SMALL, STORED_PROMPTS
 from tests.engines.models import BLOCK_SIZE
 
 MIXED = 50
-SETTLE_S = 0.3  # in which what was stored is written down
 
 
 class Model:

@@ -41,7 +41,6 @@ from kvconnect.transport.base import (
 )
 
 MIB = 1 << 20
-AREA_BYTES = 768 * MIB
 CONNECTIONS = ConnectionOptions().connections
 PATIENCE_S = 60.0
 MAX_IOVECS = 1024
@@ -244,17 +243,18 @@ KINDS: dict[str, type[TransferMethod]] = {"ours": Ours, "raw": Raw, "nixl": Nixl
 class Host:
     """What the driver calls in a process: one memory, and transfer methods by name."""
 
-    def __init__(self, source: bool, address: str) -> None:
+    def __init__(self, source: bool, address: str, area_bytes: int) -> None:
         self._source = source
         self._address = address
-        self._area = PageMemory(AREA_BYTES)
+        self._area = PageMemory(area_bytes)
         self._methods: dict[str, TransferMethod] = {}
         self._views: list[memoryview] = []
         self._busy = threading.Event()
         if source:
             contents = random.Random(0)
-            for start in range(0, AREA_BYTES, 64 * MIB):
-                self._area.data[start : start + 64 * MIB] = contents.randbytes(64 * MIB)
+            piece = min(area_bytes, 64 * MIB)
+            for start in range(0, area_bytes, piece):
+                self._area.data[start : start + piece] = contents.randbytes(piece)
 
     def open(self, kind: str, name: str, option: str) -> Any:
         method = self._methods[name] = KINDS[kind](self._area, self._source, self._address, option)
@@ -265,7 +265,7 @@ class Host:
 
     def prepare(self, name: str, page: int, nbytes: int, seed: int) -> None:
         """Pick pages, the same in both processes: the source's first, then the reader's."""
-        picker, pages = random.Random(seed), range(AREA_BYTES // page)
+        picker, pages = random.Random(seed), range(len(self._area.data) // page)
         source, reader = (array("q", picker.sample(pages, nbytes // page)) for _ in range(2))
         mine, theirs = (source, reader) if self._source else (reader, source)
         data = memoryview(self._area.data)
@@ -307,11 +307,11 @@ class Host:
             pass
 
 
-def serve(source: bool, address: str) -> None:
+def serve(source: bool, address: str, area_bytes: int) -> None:
     """Do what the driver says on stdin, a JSON line each; stdout is for nothing but answers."""
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)
-        host = Host(source, address)
+        host = Host(source, address, area_bytes)
         for line in sys.stdin:
             method, *arguments = json.loads(line)
             answers.write(json.dumps(getattr(host, method)(*arguments)) + "\n")

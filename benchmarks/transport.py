@@ -55,9 +55,10 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import emit, progress
 from benchmarks.link import LOOPBACK, End, Link, Unavailable
-from benchmarks.transfer_methods import AREA_BYTES, CONNECTIONS, MIB, NIXL, PATIENCE_S, serve
+from benchmarks.transfer_methods import CONNECTIONS, MIB, NIXL, PATIENCE_S, serve
 from kvconnect.copy import native_unavailable_reason
 
+AREA_BYTES = 768 * MIB  # of either process
 SAMPLE_BYTES = 256 * MIB
 PAGES = {"16k": 16 << 10, "64k": 64 << 10, "256k": 256 << 10, "2m": 2 * MIB}
 PAGE = "64k"  # of the figures that are taken of one size only
@@ -79,7 +80,8 @@ class Child:
 
     def __init__(self, end: End, source: bool, env: Mapping[str, str]) -> None:
         role = "source" if source else "reader"
-        command = (sys.executable, "-m", "benchmarks.transport", "--serve", role, end.address)
+        what = ("--serve", role, end.address, str(AREA_BYTES))
+        command = (sys.executable, "-m", "benchmarks.transport", *what)
         self._process = subprocess.Popen(
             (*end.inside, *command),
             stdin=subprocess.PIPE,
@@ -111,7 +113,8 @@ class Child:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait()
+        with self._process:  # waits, and closes the pipes
+            pass
 
 
 class Sample(NamedTuple):
@@ -217,7 +220,7 @@ class Variant(NamedTuple):
 
 
 def interleave(
-    variants: Mapping[str, Variant], rounds: int, page: int, nbytes: int = SAMPLE_BYTES
+    variants: Mapping[str, Variant], rounds: int, page: int, nbytes: int
 ) -> dict[str, Sample]:
     """Return the medians of variants that take turns, as benchmarks.common does it."""
     samples: dict[str, list[Sample]] = defaultdict(list)
@@ -253,7 +256,7 @@ def check_sees_wrong_bits(pair: Pair) -> None:
 
 def measure_page(variants: Mapping[str, Variant], name: str, rounds: int) -> dict[str, object]:
     progress(f"pages of {name}: {rounds} rounds")
-    found = interleave(variants, rounds, PAGES[name])
+    found = interleave(variants, rounds, PAGES[name], SAMPLE_BYTES)
     figures: dict[str, object] = {
         f"gbps_{variant}_{name}": SAMPLE_BYTES / sample.seconds / 1e9
         for variant, sample in found.items()
@@ -289,7 +292,8 @@ def measure_busy(variants: Mapping[str, Variant], rounds: int) -> dict[str, obje
     pages = interleave(every, rounds, page, page)
     with Spinners() as spinners:
         every["cores"] = variants["ours"]._replace(load=(spinners,))
-        seconds = {name: found.seconds for name, found in interleave(every, rounds, page).items()}
+        found = interleave(every, rounds, page, SAMPLE_BYTES)
+        seconds = {name: sample.seconds for name, sample in found.items()}
     return {
         "ratio_busy_gil": seconds["idle_ours"] / seconds["busy_ours"],
         "ratio_busy_cores": seconds["idle_ours"] / seconds["cores"],
@@ -299,7 +303,7 @@ def measure_busy(variants: Mapping[str, Variant], rounds: int) -> dict[str, obje
             for name in variants
             if name != "ours"
         },
-        **{f"page_ms_{name}": found.seconds * 1e3 for name, found in pages.items()},
+        **{f"page_ms_{name}": sample.seconds * 1e3 for name, sample in pages.items()},
     }
 
 
@@ -382,11 +386,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="2 rounds, to see that it runs")
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)  # what a child is started with
+    parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)  # what a child is started with
     options = parser.parse_args()
     if options.serve:
-        role, address = options.serve
-        serve(role == "source", address)
+        role, address, area_bytes = options.serve
+        serve(role == "source", address, int(area_bytes))
         return
     rounds = 2 if options.quick else options.rounds
     figures: dict[str, object] = {

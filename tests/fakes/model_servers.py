@@ -15,20 +15,23 @@ import threading
 import time
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
+from benchmarks.link import LOOPBACK
 from kvconnect.config import Config, config_from_environment, parse_config
 from kvconnect.types import PromptSource
 from tests.engines import server as real
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.scenario import block_bytes
 
-METRICS = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+METRICS = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("metrics.md", "router.md"))
 LINKER = "--unified-cache-external-linker-config"
 TOKEN_S = 0.0005
 """Between two tokens of a stream, so that it lasts."""
@@ -58,11 +61,48 @@ class Caches:
             for key in keys:
                 kept[key] = None
                 kept.move_to_end(key)
-            for key in list(kept):
-                if len(kept) <= room:
-                    break
-                if key not in self.pinned:
-                    del kept[key]
+            unpinned = (key for key in list(kept) if key not in self.pinned)
+            for key in itertools.islice(unpinned, max(0, len(kept) - room)):
+                del kept[key]
+
+    def look_up(
+        self,
+        prompt: list[int],
+        salt: str | None = None,
+        hints: Mapping[str, Any] = MappingProxyType({}),
+        peers: Sequence[Caches] = (),
+    ) -> Counter[str]:
+        """Return how many tokens came from where, and keep all blocks."""
+        keys = [hash(salt)]
+        for end in range(BLOCK_SIZE, len(prompt) + 1, BLOCK_SIZE):
+            keys.append(hash((keys[-1], *prompt[end - BLOCK_SIZE : end])))
+        del keys[0]
+        found: Counter[str] = Counter()
+        for key in keys[: (len(prompt) - 1) // BLOCK_SIZE]:
+            if key in self.device:
+                source = PromptSource.DEVICE
+            elif key in self.host:
+                source = PromptSource.HOST
+            elif any(key in peer.host for peer in peers):
+                source = PromptSource.PEER
+            else:
+                break
+            found[source.value] += BLOCK_SIZE
+        found[PromptSource.COMPUTED.value] = len(prompt) - found.total()
+        if "pin" in hints:
+            self.pinned |= {*keys}
+        self.keep(keys)
+        if "drop" in hints:
+            for key in keys:
+                self.device.pop(key, None)
+                self.host.pop(key, None)
+        return found
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that continue a prompt."""
+    seed = zlib.crc32(repr(prompt).encode())
+    return [(seed + 7 * n) % 2000 for n in range(count)]
 
 
 class Reply(io.BytesIO):
@@ -140,15 +180,14 @@ class Fleet:
         many = prompts if isinstance(prompts[0], list) else [prompts]
         count = body["sampling_params"]["max_new_tokens"] if generate else body["max_tokens"]
         hints = params.get("kvconnect", {})
-        tokens, sources = [], {}
+        peers = [self.shares[port] for port in caches.asks if port in self.shares]
         for prompt in many:
-            sources = self._look_up(caches, prompt, body.get("cache_salt"), hints)
-            seed = zlib.crc32(repr(prompt).encode())
-            tokens.append([(seed + 7 * n) % 2000 for n in range(count)])
+            sources = caches.look_up(prompt, body.get("cache_salt"), hints, peers)
+        tokens = [answer(prompt, count) for prompt in many]
         if params.get("do_remote_prefill"):
             moved = -(-(len(many[0]) - 1) // BLOCK_SIZE) * caches.block_bytes
             caches.counts["received"] += moved
-        cached = sum(sources.values()) - sources["computed"]
+        cached = len(many[-1]) - sources[PromptSource.COMPUTED.value]
         caches.counts["cached"] += cached
         if generate:
             whole = {"output_ids": tokens[0], "meta_info": {"cached_tokens": cached}}
@@ -158,58 +197,41 @@ class Fleet:
                 else _json(whole)
             )
         usage = {"prompt_tokens_details": {"cached_tokens": cached}}
-        answer = {
+        given = {
             "do_remote_prefill": True,
             "kvconnect_card": "card",
             "kvconnect": {"receipt": {**sources, "prompt": len(many[0])}},
         }
         choices = [{"index": n, "token_ids": found} for n, found in enumerate(tokens)]
         if not body.get("stream"):
-            return _json({"choices": choices, "usage": usage, "kv_transfer_params": answer})
+            return _json({"choices": choices, "usage": usage, "kv_transfer_params": given})
         chunks: list[dict[str, Any]] = [{"choices": [{"token_ids": [one]}]} for one in tokens[0]]
         chunks.append({"choices": [], "usage": usage})
         return Reply(b"".join(b"data: " + json.dumps(one).encode() + b"\n" for one in chunks))
 
-    def _look_up(
-        self, caches: Caches, prompt: list[int], salt: str | None, hints: Mapping[str, Any]
-    ) -> dict[str, int]:
-        """Return how many tokens came from where, and keep all blocks."""
-        keys: list[Key] = [hash(salt)]
-        for end in range(BLOCK_SIZE, len(prompt) + 1, BLOCK_SIZE):
-            keys.append(hash((keys[-1], *prompt[end - BLOCK_SIZE : end])))
-        del keys[0]
-        peers = [self.shares[port] for port in caches.asks if port in self.shares]
-        found: Counter[str] = Counter()
-        for key in keys[: (len(prompt) - 1) // BLOCK_SIZE]:
-            if key in caches.device:
-                source = PromptSource.DEVICE
-            elif key in caches.host:
-                source = PromptSource.HOST
-            elif any(key in peer.host for peer in peers):
-                source = PromptSource.PEER
-            else:
-                break
-            found[source.value] += BLOCK_SIZE
-        computed = {PromptSource.COMPUTED.value: len(prompt) - found.total()}
-        if "pin" in hints:
-            caches.pinned |= {*keys}
-        caches.keep(keys)
-        if "drop" in hints:
-            for key in keys:
-                caches.device.pop(key, None)
-                caches.host.pop(key, None)
-        return {**found, **computed}
-
     def metric(self, client: Any, name: str, **_: str) -> float:
         """Return the value of a metric; KVConnect's have to be documented."""
         if "kvconnect" in name and name.removeprefix("vllm:") not in METRICS:
-            raise KeyError(f"{name} is not in docs/metrics.md")
+            raise KeyError(f"{name} is not documented")
         counts = self.caches[client.port].counts if client.port in self.caches else Counter()
         if name == "vllm:prompt_tokens_cached_total":
             return counts["cached"]
         if name.endswith(("transfer_bytes_total", "bytes_transferred_sum")):
             return counts["received"]
         return float(name.endswith("tier_available"))
+
+
+class LoopbackLink:
+    """Stands in for :class:`benchmarks.link.Link`, which not every machine permits."""
+
+    ends = (LOOPBACK, LOOPBACK)
+
+    def __enter__(self) -> LoopbackLink:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def shape(self, bits_per_s: float | None) -> None: ...
 
 
 def settings(process: Any) -> Config | None:

@@ -33,6 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FakeDriver]], dict[st
     return run
 
 
+@pytest.mark.smokes("copy_cuda", "copy_executor")
 def test_all_figures_are_there(run: Callable[[type[FakeDriver]], dict[str, object]]) -> None:
     figures = run(FakeDriver)
     wanted = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from benchmarks import scheduler_ops
 from kvconnect.config import PolicyName
 from kvconnect.offload.eviction import lru, s3fifo
 from kvconnect.tiers import writeback
+from tests.small import smoke
 
 SMALL, LARGE = 2_000, 20_000
 
@@ -26,6 +28,14 @@ def test_no_kind_of_work_grows_with_the_tier(policy: PolicyName) -> None:
     small, large = (scheduler_ops.measure(policy, slots) for slots in (SMALL, LARGE))
     grown = {kind: large[kind] / small[kind] for kind in small}
     assert max(grown.values()) <= 1.2, grown
+
+
+@pytest.mark.smokes("scheduler_ops")
+def test_the_benchmark_reports_the_growth_of_each_kind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = smoke(monkeypatch, tmp_path, "scheduler_ops", "--decades", "1", FIRST=100)
+    assert {"growth", "growth_drop_lru", "ops_store_s3fifo"} <= found.keys()
 
 
 @pytest.mark.parametrize("broken", ["removal", "eviction"])

@@ -49,6 +49,7 @@ def test_one_core_is_not_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
         machines.cores(2, apart=True)
 
 
+@pytest.mark.smokes("machines")
 def test_every_thread_of_a_process_moves() -> None:
     """Control: a process that was not named stays where it was."""
     everywhere = os.sched_getaffinity(0)

@@ -23,6 +23,7 @@ def young() -> None:
     gc.freeze()
 
 
+@pytest.mark.smokes("soak")
 def test_nothing_stays_of_what_comes_and_goes() -> None:
     figures = asyncio.run(soak.run(0.0))
     assert figures["samples"] >= 2 * soak.SETTLED
