@@ -27,11 +27,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import emit, progress
+from benchmarks.settings import chosen
 from tests.engines.models import prompt_tokens
-from tests.engines.pd import decode_config, prefill_config
-from tests.engines.server import Process, Router, Server
+from tests.engines.server import Process, Router, Server, kv_transfer
 from tests.servers import free_port
 
 MODEL = "llama"
@@ -207,26 +208,21 @@ def handoff_port(server: Server) -> int:
 
 def start(stack: ExitStack, key_file: str) -> Fleet:
     """Start everything; engines one after the other, since they load both cores."""
-    common = {"deadline_s": DEADLINE_S, "lease_s": DEADLINE_S, "digest": "full"}
+    limits = chosen("chaos", deadline_s=DEADLINE_S, lease_s=DEADLINE_S)
+    common = chosen("chaos", digest="full", transport="tcp", key_file=key_file)
+
+    def server(role: str, settings: dict[str, Any]) -> Server:
+        connector = kv_transfer(role=role, **limits, **common, **settings)
+        return Server(MODEL, connector, env={"OMP_NUM_THREADS": "1"})
+
     prefill = [
-        Server(
-            MODEL,
-            prefill_config(listen=f"127.0.0.1:{free_port()}", key_file=key_file, **common),
-            env={"OMP_NUM_THREADS": "1"},
-        )
-        for _ in range(2)
+        server("kv_producer", chosen("chaos", host_bytes="off", listen=f"127.0.0.1:{port}"))
+        for port in (free_port(), free_port())
     ]
-    decode = [
-        Server(
-            MODEL,
-            decode_config(key_file=key_file, host_bytes="64MiB", **common),
-            env={"OMP_NUM_THREADS": "1"},
-        )
-        for _ in range(2)
-    ]
-    for server in prefill + decode:
-        stack.enter_context(server)
-        yield_cores(server)
+    decode = [server("kv_consumer", chosen("chaos", host_bytes="64MiB")) for _ in range(2)]
+    for each in prefill + decode:
+        stack.enter_context(each)
+        yield_cores(each)
     router = stack.enter_context(Router(prefill, decode, ("--timeout", "60")))
     return Fleet(prefill, decode, router)
 

@@ -62,10 +62,11 @@ from benchmarks.common import emit, progress
 from benchmarks.link import LOOPBACK, End, Link, Unavailable
 from benchmarks.machines import APART, cores, move
 from benchmarks.offload_engine import NewPrompts
+from benchmarks.settings import chosen
 from tests.engines import pd
 from tests.engines.models import BLOCK_SIZE, model_dir
 from tests.engines.scenario import block_bytes
-from tests.engines.server import Server
+from tests.engines.server import Server, kv_transfer
 from tests.servers import free_port
 
 MODEL = "handoff"
@@ -300,7 +301,6 @@ def _kv_bits(length: str) -> int:
 def engines(ends: Sequence[End], key_file: Path) -> Iterator[list[Pair]]:
     """Start all pairs, prefill engines at the first end, decode engines at the second, and leave
     them stopped."""
-    listen = f"{ends[0].address}:0"
     with ExitStack() as stack:
 
         def start(connectors: Sequence[str], variants: tuple[str, ...], count: Received) -> Pair:
@@ -313,8 +313,12 @@ def engines(ends: Sequence[End], key_file: Path) -> Iterator[list[Pair]]:
             ("tcp", ("pull", "push")),
             ("nixl", ("pull_nixl_path", "push_nixl_path")),
         ):
-            both = {"transport": transport, "key_file": str(key_file)}
-            ours = [pd.prefill_config(listen=listen, **both), pd.decode_config(**both)]
+            both = chosen("handoff", transport=transport, key_file=str(key_file), host_bytes="off")
+            at = chosen("handoff", listen=f"{ends[0].address}:0")
+            ours = [
+                kv_transfer(role="kv_producer", **both, **at),
+                kv_transfer(role="kv_consumer", **both),
+            ]
             pairs.append(start(ours, variants, pd.received_bytes))
         theirs = [nixl_config("kv_producer"), nixl_config("kv_consumer")]
         yield [*pairs, start(theirs, (REFERENCE,), nixl_bytes)]

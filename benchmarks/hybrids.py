@@ -36,6 +36,7 @@ from benchmarks.models.dense import DENSE
 from benchmarks.models.engine import Answer, Engine, Settings, preload, write_model
 from benchmarks.models.hybrids import HYBRIDS
 from benchmarks.models.proof import arguments, rehearsal
+from benchmarks.settings import chosen
 
 PROMPT = 2056
 NEW = 8
@@ -64,7 +65,8 @@ _NAMES = {
 }
 
 
-_TIER = {"host_bytes": "1GiB", "transport": "tcp", "load_when": "always"}
+_TIER = chosen("hybrids", host_bytes="1GiB", transport="tcp", load_when="always")
+_NO_TIER = chosen("hybrids", host_bytes="off", transport="tcp")
 
 
 def model(name: str, **args: Any) -> Architecture:
@@ -111,7 +113,7 @@ class Pair:
 
         self.plain = start("kv_both", None)
         self.first = start("kv_both", _TIER)
-        self.other = start("kv_consumer", {"host_bytes": "off", "transport": "tcp"})
+        self.other = start("kv_consumer", _NO_TIER)
 
     def prompt(self) -> list[int]:
         """A prompt that shares no block with any other."""

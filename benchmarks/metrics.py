@@ -37,6 +37,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.common import emit, interleave, medians, progress
+from benchmarks.settings import chosen
 from tests.engines.models import engine_args
 
 TOKENS, ANSWER = 512, 16
@@ -139,7 +140,7 @@ def measure_requests(rounds: int) -> dict[str, float]:
                 "max_model_len": 1024,
                 "num_gpu_blocks_override": 64,  # three prompts
                 "kv_transfer_config": transfer
-                | {"kv_connector_extra_config": {"host_bytes": "512MiB"}},
+                | {"kv_connector_extra_config": chosen("metrics", host_bytes="512MiB")},
                 "disable_log_stats": False,
                 "otlp_traces_endpoint": endpoint,
             }

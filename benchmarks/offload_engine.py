@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import emit, progress
+from benchmarks.settings import chosen
 from tests.engines.models import BLOCK_SIZE, engine_args
 
 PROMPT_BLOCKS = 64
@@ -199,12 +200,14 @@ def main() -> None:
     new = NewPrompts(options.seed)
     engines: dict[str, Engine] = {}
     with tempfile.TemporaryDirectory() as files:
+        sized = chosen("offload_engine", host_bytes=HOST_BYTES)
+        inside = chosen("offload_engine", sync_load_bytes=HOST_BYTES)
         # The one with KVConnect's counters comes last: vLLM keeps the metrics of one engine.
         setups: list[tuple[str, str | None, dict[str, Any]]] = [
             ("plain", None, {}),
             ("example", "ExampleConnector", {"shared_storage_path": files}),
-            ("sync", "KVConnect", {"host_bytes": HOST_BYTES, "sync_load_bytes": HOST_BYTES}),
-            ("kvconnect", "KVConnect", {"host_bytes": HOST_BYTES}),
+            ("sync", "KVConnect", {**sized, **inside}),
+            ("kvconnect", "KVConnect", sized),
         ]
         try:
             for name, connector, extra in setups:

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.common import emit, progress
 from benchmarks.offload_engine import HOST_BYTES, Engine, NewPrompts
+from benchmarks.settings import chosen
 
 # Name -> (tokens of a prompt, prompts, tokens of an answer, rounds)
 WORK = {"prefill": (264, 1, 1, 60), "batch": (264, 8, 1, 9), "decode": (40, 8, 24, 24)}
@@ -102,7 +103,7 @@ def main() -> None:
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     new = NewPrompts(options.seed)
-    engine = Engine("kvconnect", "KVConnect", {"host_bytes": HOST_BYTES})
+    engine = Engine("kvconnect", "KVConnect", chosen("overhead", host_bytes=HOST_BYTES))
     switch = Switch(engine)
     progress("filling the host tier")
     while not engine.counter("evicted_blocks"):

@@ -58,6 +58,7 @@ from benchmarks.common import emit, progress
 from benchmarks.link import LOOPBACK, End, Link, Unavailable
 from benchmarks.machines import APART, cores, move
 from benchmarks.offload_engine import NewPrompts
+from benchmarks.settings import chosen
 from benchmarks.sglang_hooks import hook_us
 from tests.engines.models import BLOCK_SIZE, model_dir
 from tests.engines.scenario import block_bytes
@@ -266,12 +267,15 @@ def suppress_missing(variant: str) -> Iterator[None]:
 
 
 def kvconnect_group(stack: ExitStack, source: dict[str, Any], target: dict[str, Any]) -> Group:
-    peers = {"peers": [f"{end['address']}/32" for end in (source, target)]}
-    settings = {**peers, "listen": f"{source['address']}:0"}
+    networks = [f"{end['address']}/32" for end in (source, target)]
+    peers = chosen("sglang_handoff", peers=networks)
+    settings = {**peers, **chosen("sglang_handoff", listen=f"{source['address']}:0")}
     layers = prefill_server(settings=settings, **with_env(source, LAYERWISE))
     chunks = prefill_server(settings=settings, **source)
     receivers = {
-        kind: decode_server(settings={**peers, "transport": transport}, **target)
+        kind: decode_server(
+            settings={**peers, **chosen("sglang_handoff", transport=transport)}, **target
+        )
         for kind, transport in (("tcp", "tcp"), ("nixl_path", "nixl"))
     }
     pairs = {

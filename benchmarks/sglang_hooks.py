@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import timed
+from benchmarks.settings import chosen
 from kvconnect.config import Config
 from kvconnect.disaggregation.agent import HandoffAgent, start_agent
 from kvconnect.engines.sglang import layerwise, translate
@@ -48,7 +49,8 @@ class Side:
         args = _arguments(self.tensors)
         self.cache = translate.describe(args, model, TIMEOUT_S, SAME)
         self.names = translate.layer_names(self.cache, args)
-        self.agent = start_agent(Config().replace(transport="tcp"), self.cache, address, TIMEOUT_S)
+        settings = Config().replace(**chosen("sglang_hooks", transport="tcp"))
+        self.agent = start_agent(settings, self.cache, address, TIMEOUT_S)
 
 
 def _arguments(tensors: list[torch.Tensor]) -> Any:

@@ -52,6 +52,7 @@ from benchmarks.machines import APART, cores, move
 from benchmarks.offload_engine import NewPrompts
 from benchmarks.serve.fleet import Variant, engine, reset, stopped
 from benchmarks.serve.trace import Request, ideal_hits, prompt_of, read, sample, scaled
+from benchmarks.settings import chosen
 from kvconnect.types import PromptSource
 from tests.engines import pd
 from tests.engines.models import BLOCK_SIZE
@@ -80,8 +81,8 @@ class Fleet:
 
     def __init__(self) -> None:
         port, other = free_port(), free_port()
-        settings = {"host_bytes": HOST_BYTES, "listen": "off"}
-        always = {**settings, "load_when": "always"}
+        settings = chosen("sharing", host_bytes=HOST_BYTES)
+        always = {**settings, **chosen("sharing", load_when="always")}
         source = {"listen": f"127.0.0.1:{port}", "ask": [f"127.0.0.1:{other}"], "ask_s": ASK_S}
         reader = {"listen": f"127.0.0.1:{other}", "ask": [f"127.0.0.1:{port}"], "ask_s": ASK_S}
         rule = {"ask": [f"127.0.0.1:{port}"], "ask_s": ASK_S}

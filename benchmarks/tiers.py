@@ -40,6 +40,7 @@ from benchmarks.offload_engine import (
     NewPrompts,
     check_answers,
 )
+from benchmarks.settings import chosen
 from benchmarks.valkey_server import start_server
 from tests.engines.models import BLOCK_SIZE
 
@@ -152,18 +153,18 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=".")))
         disks = [{"path": str(folder / name), "capacity": "2GiB"} for name in ("one", "two")]
         server = start_server(stack, folder)
+        small, always = chosen("tiers", host_bytes=SMALL), chosen("tiers", load_when="always")
         wanted: dict[str, dict[str, Any] | None] = {
             "plain": None,
             "control": None,
-            "host": {"host_bytes": LARGE},
-            "disk": {"host_bytes": SMALL, "load_when": "always", "disk": disks[0]},
-            "rule": {"host_bytes": SMALL, "disk": disks[1]},
+            "host": chosen("tiers", host_bytes=LARGE),
+            "disk": {**small, **always, "disk": disks[0]},
+            "rule": {**small, "disk": disks[1]},
         }
         if server:
-            wanted["remote"] = {"host_bytes": SMALL, "load_when": "always", "remote": server}
+            wanted["remote"] = {**small, **always, "remote": server}
         engines: dict[str, Engine] = {}
         for name, extra in wanted.items():
-            extra = extra and {"listen": "off", **extra}
             engines[name] = Engine(name, "KVConnect" if extra else None, extra or {})
             stack.callback(engines[name].close)
         new = NewPrompts(seed=7)

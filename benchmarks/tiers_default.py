@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.common import emit, progress
 from benchmarks.offload_engine import CACHED_TOKENS, PROMPT_TOKENS, Engine, NewPrompts
+from benchmarks.settings import chosen
 from benchmarks.tiers import SETTLE_S, SMALL, STORED_PROMPTS
 from tests.engines.models import BLOCK_SIZE
 
@@ -134,7 +135,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(dir=".") as folder:
         disk = {"path": folder, "capacity": "2GiB"}
-        settings = {"host_bytes": SMALL, "disk": disk, "listen": "off"}
+        settings = {**chosen("tiers_default", host_bytes=SMALL), "disk": disk}
         engine = Engine("default settings", "KVConnect", settings)
         try:
             figures = measure(engine, Model(engine), NewPrompts(seed=11), rounds)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import xxhash
 
+from benchmarks.settings import chosen
 from kvconnect.testing.buffers import PageMemory, plain_unit
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
@@ -89,7 +90,8 @@ class Ours(TransferMethod):
         super().__init__(area, source, host, option)
         network = (str(ip_interface(f"{host}/24").network),)
         self._path, digest = option.split()
-        security, options = Security(allowed=network), ConnectionOptions(digest=digest)
+        security = Security(allowed=network)
+        options = ConnectionOptions(**chosen("transport", digest=digest))
         self._transport = make_transport(self._path, security, options)
         self._transport.register(area)
         self._peer = PeerId(0)

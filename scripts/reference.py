@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import msgspec
 
+from benchmarks import settings as benchmark_settings
 from kvconnect.config import (
     Config,
     DisaggregationConfig,
@@ -159,12 +160,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "routing": measured.routing,
     "judged": measured.judged,
     "handed-off": measured.handed_off,
+    "benchmark-settings": benchmark_settings.table,
 }
 
 
 def pages() -> list[Path]:
     """Return the pages that may have such tables."""
-    return [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
 def filled(text: str) -> str:

@@ -18,6 +18,7 @@ from benchmarks.models.architectures import LLAMA, Architecture
 from benchmarks.models.compare import EXACT
 from benchmarks.models.engine import Answer, Engine, EngineFailed, Settings, write_model
 from benchmarks.models.proof import NEW, NO_ENGINE, RIGHT, ROUNDS, WRONG, HandOff, pull, push
+from benchmarks.settings import chosen
 
 _NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 _SMALL = {**LLAMA, "model_type": "llama", "num_hidden_layers": 1, "torch_dtype": "float32"}
@@ -158,7 +159,9 @@ class _Run:
         args = proof.arguments(model)
         if drafts:
             args["speculative_config"] = self._speculation
-        extra = {"host_bytes": host, "transport": "tcp", "digest": "full", "load_when": "always"}
+        extra = chosen(
+            "models", host_bytes=host, transport="tcp", digest="full", load_when="always"
+        )
         gains = (model.gain, model.embedding_gain)
         settings = Settings(
             self._folder,

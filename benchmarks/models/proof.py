@@ -29,6 +29,7 @@ from benchmarks.models.compare import (
     was_caught,
 )
 from benchmarks.models.engine import Answer, Engine, EngineFailed, Settings, write_model
+from benchmarks.settings import chosen
 from benchmarks.valkey_server import start_server
 
 NEW = 16
@@ -52,7 +53,7 @@ def rehearsal(folder: Path) -> Settings:
     model = like_llama("LlamaForCausalLM", "llama")
     write_model(folder, model.written(), "rehearsal")
     disk = {"path": str(folder / "disk"), "capacity": "64MiB", "min_free": 0}
-    extra = {"host_bytes": _HOST, "transport": "tcp", "disk": disk}
+    extra = {**chosen("models", host_bytes=_HOST, transport="tcp"), "disk": disk}
     return Settings(folder, arguments(model), (1.0, 1.0), extra, fault=_FAULT)
 
 
@@ -131,9 +132,11 @@ class _Run:
         """Put all questions to all engines with KVConnect, which share a store."""
         first_tiers = {**self._disk(), "remote": remote}
         with ExitStack() as stack:
-            first = stack.enter_context(self._engine("first", digest="full", **first_tiers))
+            first = stack.enter_context(
+                self._engine("first", **chosen("models", digest="full"), **first_tiers)
+            )
             receiver = stack.enter_context(
-                self._engine("receiver", "kv_consumer", host_bytes="off")
+                self._engine("receiver", "kv_consumer", **chosen("models", host_bytes="off"))
             )
             first.ready()
             self._rounds(first)
@@ -146,16 +149,19 @@ class _Run:
             except EngineFailed as error:
                 self._result["hand_off"] = {"error": str(error), "refused": error.refused}
             self._caught(first)
-        with self._engine("second", digest="off", listen="off", **self._disk()) as second:
+        unchecked = chosen("models", digest="off", listen="off")
+        with self._engine("second", **unchecked, **self._disk()) as second:
             second.ready()
             self._restarted(second)
             self._control(second)
-        with self._engine("third", listen="off", remote=remote, load_when="always") as third:
+        loads = chosen("models", listen="off", load_when="always")
+        with self._engine("third", remote=remote, **loads) as third:
             self._result["shared_with"] = third.ready()["shared_with"]
             self._result["shared"] = self._compared(third.ask(self._prompts, NEW))
 
     def _engine(self, name: str, role: str = "kv_both", **extra: Any) -> Engine:
-        return self._start(name, role, {"host_bytes": _HOST, "transport": "tcp", **extra})
+        both = chosen("models", host_bytes=_HOST, transport="tcp")
+        return self._start(name, role, {**both, **extra})
 
     def _start(self, name: str, role: str, extra: dict[str, Any] | None) -> Engine:
         model = self._model
@@ -177,7 +183,7 @@ class _Run:
     def _disk(self) -> dict[str, Any]:
         path = str(self._scratch / "disk")
         disk = {"path": path, "capacity": "256MiB", "min_free": 0}
-        return {"disk": disk, "load_when": "always"}
+        return {"disk": disk, **chosen("models", load_when="always")}
 
     # Steps --------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from benchmarks.common import progress
 from benchmarks.machines import cores, move
 from benchmarks.serve.load import PEERS, LoadFailed
+from benchmarks.settings import chosen
 from tests.engines import pd
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.server import Client, Process, Router, Server, kv_transfer
@@ -180,7 +181,7 @@ def single_engines(names: Sequence[str]) -> Iterator[dict[str, Variant]]:
             if store:
                 server = engine(store.connector(), threads, **store.settings())
             else:
-                ours = kv_transfer(host_bytes=HOST_BYTES)
+                ours = kv_transfer(**chosen("serve", host_bytes=HOST_BYTES))
                 server = engine(ours if name == OURS else None, threads)
             variants[name] = Variant(name, [server], store=store)
         stack.enter_context(pd.side_by_side(*(one.engines[0] for one in variants.values())))
@@ -208,7 +209,11 @@ def disaggregated() -> Iterator[dict[str, Variant]]:
         }
         return engine(json.dumps(config), 1, **env)
 
-    ours = [engine(pd.prefill_config(), 1), engine(pd.decode_config(), 1)]
+    no_tier = chosen("serve", host_bytes="off")
+    ours = [
+        engine(kv_transfer(role="kv_producer", **no_tier), 1),
+        engine(kv_transfer(role="kv_consumer", **no_tier), 1),
+    ]
     theirs = [nixl("kv_producer"), nixl("kv_consumer")]
     alone = engine(None, 1)
     progress("starting prefill and decode engines and routers")

@@ -33,6 +33,7 @@ from benchmarks.serve.fleet import (
 )
 from benchmarks.serve.load import SGLANG, LoadFailed
 from benchmarks.serve.workloads import Scale, failed, shared_prefix
+from benchmarks.settings import chosen
 from tests.engines.models import BLOCK_SIZE
 from tests.sglang.pd import side_by_side
 from tests.sglang.server import SglangServer, plugin_path
@@ -97,7 +98,7 @@ def linked() -> CpuServer:
     config = {
         "linker": "KVConnectLinker",
         "linker_module_path": "kvconnect.engines.sglang.linker",
-        "linker_extra_config": {"host_bytes": HOST_BYTES},
+        "linker_extra_config": chosen("serve", host_bytes=HOST_BYTES),
     }
     args = (
         "--enable-unified-cache-external-linker",

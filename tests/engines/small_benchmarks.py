@@ -25,8 +25,8 @@ WORK = {"prefill": (264, 1, 1, 1), "batch": (40, 2, 1, 1), "decode": (40, 2, 4, 
 HYBRID = {"qwen3_next": ("Qwen3NextForCausalLM", {})}
 Small = tuple[tuple[str, ...], dict[str, Any]]
 SMALL: dict[str, Small] = {
-    "overhead": ((), {"WORK": WORK}),
-    "tiers_default": (("--rounds", "1"), {"MIXED": 12, "STORED_PROMPTS": 5}),
+    "overhead": ((), {"WORK": WORK, "HOST_BYTES": "64MiB"}),
+    "tiers_default": (("--rounds", "1"), {"MIXED": 8, "STORED_PROMPTS": 2}),
     "metrics": (("--rounds", "2"), {"REPEAT": 50, "PEERS": 4}),
     "hybrids": (("--rounds", "1"), {"_NAMES": HYBRID, "PROMPT": 600, "DISTANCES": (1, 2)}),
     "models.__main__": (("--only", "OPTForCausalLM", "--again"), {}),
