@@ -64,24 +64,28 @@ $(SGLANG_READY): $(SOURCES) scripts/sglang_on_cpu.py
 $(PEERS_READY): scripts/setup
 	@PYTHON="$(PYTHON)" scripts/setup peers
 
+# Runs a part of the tests and says what it took.
+part = @echo "== $(1)" && start=$$(date +%s) && $(2) && \
+  echo "== $(1): $$(($$(date +%s) - start)) s"
+
 test: $(READY)
-	@echo "== ruff check" && ruff check .
-	@echo "== ruff format" && ruff format --check .
-	@echo "== mypy" && mypy
+	$(call part,ruff check,ruff check .)
+	$(call part,ruff format,ruff format --check .)
+	$(call part,mypy,mypy)
 ifeq ($(PYTEST_ARGS),)
 	@$(MAKE) --no-print-directory --jobs=2 test-vllm setup-sglang
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target sanitize test-sglang outside-quick
 else
-	@echo "== pytest" && pytest $(PYTEST_ARGS)
+	$(call part,pytest,pytest $(PYTEST_ARGS))
 endif
 
 # One process has the tests with engines, the other has the rest (tests/conftest.py).
 test-vllm: $(READY)
-	@echo "== pytest" && pytest --numprocesses=2 --durations=20 $(RERUN)
+	$(call part,pytest,pytest --numprocesses=2 --durations=20 $(RERUN))
 
 test-sglang: $(SGLANG_READY)
-	@echo "== pytest tests/sglang" && \
-	  scripts/in-netns $(SGLANG_BIN)/python -m pytest tests/sglang $(or $(PYTEST_ARGS),$(RERUN))
+	$(call part,pytest tests/sglang,scripts/in-netns $(SGLANG_BIN)/python -m pytest tests/sglang \
+	  $(or $(PYTEST_ARGS),$(RERUN)))
 
 demo: $(READY)
 	@python demo/demo.py
@@ -123,7 +127,7 @@ outside: $(READY) $(SGLANG_READY) $(PEERS_READY)
 	@python -m tests.outside $(OUTSIDE_ARGS)
 
 outside-quick: $(READY) $(SGLANG_READY)
-	@echo "== programs of others" && python -m tests.outside --quick
+	$(call part,programs of others,python -m tests.outside --quick)
 
 docs: $(READY)
 	@mkdocs build --strict --site-dir build/site
@@ -140,7 +144,7 @@ lock: $(READY) $(SGLANG_READY)
 	@scripts/lock
 
 sanitize: $(READY)
-	@echo "== sanitizers" && scripts/sanitize address && scripts/sanitize thread
+	$(call part,sanitizers,scripts/sanitize address && scripts/sanitize thread)
 
 clean:
 	rm -rf .venv .venv-sglang .venv-peers .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

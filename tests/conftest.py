@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -98,6 +99,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu")
             if not _has_cuda():
                 item.add_marker(no_gpu)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which files take longest: what to mend first where the whole takes too long."""
+    took: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                took[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("seconds by file")
+    for file, seconds in took.most_common(25):
+        terminalreporter.line(f"{seconds:7.1f} {file}")
 
 
 def _has_cuda() -> bool:

@@ -7,7 +7,6 @@ passes until nobody can go on. There is no sleep, and the same numbers give the 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from kvconnect import threads
+from tests.turns import Turns
 
 SHORT_S = 0.01  # waits up to this long may end before other things happen
 TURNS = 20_000  # of one run; more is a loop that does not end
@@ -46,13 +46,10 @@ class Task:
         self.error: BaseException | None = None
         self.weight = world.draw_weight()
         self.local: dict[str, Any] = {}
-        self.turn = threading.Semaphore(0)
+        self.turns = Turns(self._run)
         self._world, self._body = world, body
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
 
     def _run(self) -> None:
-        self.turn.acquire()
         try:
             if not self._world.ended:
                 self._body()
@@ -62,7 +59,6 @@ class Task:
             self.error = error
         finally:
             self.over = True
-            self._world.back.release()
 
 
 class World:
@@ -72,7 +68,6 @@ class World:
     def __init__(self, random: Random) -> None:
         self.random = random
         self.ended = False
-        self.back = threading.Semaphore(0)  # the turn comes back here
         self.machines: list[Machine] = []
         self.tasks: list[Task] = []
         self.current: Task | None = None
@@ -135,8 +130,7 @@ class World:
         task.ready = ready
         task.deadline = None if timeout is None else self._now + timeout
         task.is_short = timeout is not None and timeout <= SHORT_S
-        self.back.release()
-        task.turn.acquire()
+        task.turns.pause()
         if self.ended:
             raise Ended
         return bool(ready())
@@ -173,8 +167,7 @@ class World:
 
     def _resume(self, task: Task) -> None:
         self.current = task
-        task.turn.release()
-        assert self.back.acquire(timeout=60), f"{task.name} blocks outside of the world"
+        task.turns.resume()
         self.current = None
 
     def _end(self) -> None:
@@ -182,7 +175,6 @@ class World:
         for task in self.tasks:
             while not task.over:
                 self._resume(task)
-            task.thread.join(60)
 
     def _waiting(self) -> list[str]:
         return [task.name for task in self.tasks if not task.over]

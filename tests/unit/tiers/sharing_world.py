@@ -68,6 +68,7 @@ from kvconnect.transport.base import (
     Unit,
 )
 from kvconnect.types import Tier
+from tests.turns import Turns
 
 BLOCK = 4096
 HALF = BLOCK // 2
@@ -102,12 +103,10 @@ class Task:
         self._engine = engine
         self._work = work
         self._killed = False
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._turns = Turns(self._run)
 
     def start(self) -> None:
         self.where = "started"
-        self._thread.start()
         self._engine.tasks.append(self)
 
     def join(self, timeout: float) -> None:
@@ -120,8 +119,7 @@ class Task:
 
     def resume(self) -> None:
         before, Task.running = Task.running, self
-        self._go.release()
-        self._back.acquire()
+        self._turns.resume()
         Task.running = before
 
     def kill(self) -> None:
@@ -134,15 +132,13 @@ class Task:
         world = self._engine.world
         self._until = None if timeout is None else world.now + timeout
         self._ready, self.where = ready, where
-        self._back.release()
-        self._go.acquire()
+        self._turns.pause()
         if self._killed:
             raise Stopped
         self.where = "running"
         return ready()
 
     def _run(self) -> None:
-        self._go.acquire()
         try:
             if not self._killed:
                 self._work()
@@ -152,7 +148,6 @@ class Task:
             self._engine.world.errors.append(error)
         finally:
             self.done = True
-            self._back.release()
 
 
 class Turn:
