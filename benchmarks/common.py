@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
+CHANGELOG = RESULTS.parents[1] / "CHANGELOG.md"
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -79,17 +81,41 @@ def commit(folder: Path) -> str:
     return head + "+" * bool(changed)
 
 
-def emit(name: str, figures: Mapping[str, object]) -> None:
+def committed(folder: Path) -> int:
+    """Return when the commit of a checkout was made, in seconds of the epoch; 0 outside of one."""
+    command = ["git", "show", "--no-patch", "--format=%ct", "HEAD"]
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return int(run.stdout or 0)
+
+
+def releases(changelog: str) -> list[str]:
+    """Return the versions that a changelog names as released, the newest first."""
+    return re.findall(r"^## ([\d.]+)$", changelog, re.M)
+
+
+def origin() -> dict[str, object]:
+    """Say what is measured: the commit, when it was made, and the last release before it."""
+    return {
+        "commit": commit(RESULTS.parent),
+        "committed": committed(RESULTS.parent),
+        "release": releases(CHANGELOG.read_text(encoding="utf-8"))[0],
+    }
+
+
+def emit(
+    name: str, figures: Mapping[str, object], kept: Mapping[str, object] | None = None
+) -> None:
     """Write ``results/<name>.json`` with the machine and the commit, and print the figures as one
-    JSON line."""
+    JSON line.
+
+    ``kept`` is the record of an earlier run of which figures were kept; it is then as old as that.
+    """
     RESULTS.mkdir(exist_ok=True)
     rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
-    record = {
-        "benchmark": name,
-        "commit": commit(RESULTS.parent),
-        "machine": machine(),
-        "figures": rounded,
-    }
+    found = origin()
+    if kept is not None:
+        found = {key: kept.get(key) for key in found}
+    record = {"benchmark": name, **found, "machine": machine(), "figures": rounded}
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps({"benchmark": name, **rounded}), flush=True)
 

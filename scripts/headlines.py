@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+NOT_YET = "not run yet"
 PLOT = ROOT / "docs" / "drawings" / "headlines.svg"
 
 
@@ -44,10 +46,10 @@ HEADLINES = (
              "tiers", "ttft_disk_over_recompute", 0.25),
     Headline("Time of a prompt that finds nothing", "the engine without a connector",
              "overhead", "overhead_no_hit", 1.01),
-    Headline("P/D: TTFT of a 4k prompt, push", "vLLM's `NixlConnector`",
+    Headline("P/D: TTFT of a 4k prompt, push, engines on cores of their own",
+             "vLLM's `NixlConnector`", "handoff", "ttft_push_over_nixl_4k_apart", 0.6),
+    Headline("P/D: the same, engines that share all cores", "vLLM's `NixlConnector`",
              "handoff", "ttft_push_over_nixl_4k", 0.8),
-    Headline("P/D: TTFT of eight 4k prompts at once, push", "vLLM's `NixlConnector`",
-             "handoff", "ttft_push_over_nixl_4k_c8", 0.8),
     Headline("SGLang P/D: TTFT of a 4k prompt, by layers", "SGLang's `nixl` backend",
              "sglang_handoff", "ttft_layerwise_over_nixl_4k", 0.85),
     Headline("Rate over TCP, 64 KiB pages", "NIXL (UCX over TCP)",
@@ -60,10 +62,10 @@ HEADLINES = (
 """At most ten; where a benchmark has several conditions, the figure is its worst."""
 
 
-def measured(row: Headline) -> float:
-    """Return the ratio of the last committed run."""
-    result = json.loads((RESULTS / f"{row.file}.json").read_text(encoding="utf-8"))
-    return float(result["figures"][row.figure])
+def measured(row: Headline) -> float | None:
+    """Return the ratio of the last committed run; None if it has none."""
+    value = result(row.file).get("figures", {}).get(row.figure)
+    return None if value is None else float(value)
 
 
 def meets(row: Headline, value: float) -> bool:
@@ -76,14 +78,38 @@ def meets(row: Headline, value: float) -> bool:
 
 def table() -> str:
     """Return the rows as a Markdown table; a ratio that misses its limit is bold."""
-    lines = ["| what | divided by | limit | measured |", "|---|---|---|---|"]
+    lines = ["| what | divided by | limit | measured | commit |", "|---|---|---|---|---|"]
     for row in HEADLINES:
         value = measured(row)
-        text = _number(value) if meets(row, value) else f"**{_number(value)}**"
+        text = NOT_YET if value is None else _number(value)
+        if value is not None and not meets(row, value):
+            text = f"**{text}**"
         sign = "&ge;" if row.higher else "&le;"
         limit = f"{sign} {row.limit:g}" if row.limit is not None else "none"
-        lines.append(f"| {row.text} | {row.peer} | {limit} | {text} |")
-    return "\n".join(lines)
+        commit = name_of(result(row.file)) if value is not None else ""
+        lines.append(f"| {row.text} | {row.peer} | {limit} | {text} | {commit} |")
+    found = [result(row.file) for row in HEADLINES if measured(row) is not None]
+    return "\n".join([*lines, "", oldest(found)])
+
+
+def result(file: str) -> Mapping[str, Any]:
+    """Return the record of the last committed run; empty if there was none."""
+    path = RESULTS / f"{file}.json"
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return record
+
+
+def name_of(record: Mapping[str, Any]) -> str:
+    """Return the commit that a run measured, as the tables show it."""
+    return f"`{record['commit']}`" if record.get("commit") else "unknown"
+
+
+def oldest(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence that names the oldest commit of some results."""
+    if not all(record.get("commit") for record in records):
+        return "Oldest commit: unknown, some of these results do not name one."
+    first = min(records, key=lambda record: record.get("committed", 0))
+    return f"Oldest commit: {name_of(first)}."
 
 
 def _number(value: float) -> str:
@@ -100,7 +126,8 @@ _MET, _MISSED, _NO_LIMIT = "#2c7d57", "#d96d00", "#7a8296"
 
 def plot() -> str:
     """Return the rows as an SVG: bars from 1, to the right where KVConnect is better."""
-    bottom = _TOP + _ROW * len(HEADLINES)
+    drawn = [(row, value) for row in HEADLINES if (value := measured(row)) is not None]
+    bottom = _TOP + _ROW * len(drawn)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {bottom + 34}" '
         f'width="{_WIDTH}" height="{bottom + 34}" role="img" '
@@ -114,8 +141,8 @@ def plot() -> str:
         color = "#1b1e26" if tick == 1 else "#dde1ea"
         parts.append(f'<path d="M{_x(tick)} {_TOP - 6}V{bottom}" stroke="{color}"/>')
         parts.append(_text(_x(tick), bottom + 18, f"{tick:g}", 'text-anchor="middle"'))
-    for index, row in enumerate(HEADLINES):
-        parts += _bar(row, _TOP + _ROW * index)
+    for index, (row, value) in enumerate(drawn):
+        parts += _bar(row, value, _TOP + _ROW * index)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -134,8 +161,7 @@ def _legend() -> list[str]:
     return parts
 
 
-def _bar(row: Headline, top: float) -> list[str]:
-    value = measured(row)
+def _bar(row: Headline, value: float, top: float) -> list[str]:
     better = value if row.higher else 1 / value
     color = _NO_LIMIT if row.limit is None else _MET if meets(row, value) else _MISSED
     start, end = sorted((_x(1), _x(better)))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from scripts.headlines import RESULTS
+from scripts.headlines import NOT_YET, name_of, result
 
 _NOTHING = "no connector"
 _ROUTER = "vllm-router, `NixlConnector`"
@@ -95,7 +94,7 @@ def serving() -> str:
         names = ", ".join(f"`{name}`" for name in row.figures)
         cells = (f"{row.text} ({names})", row.peer, row.aim, _cell(found, row.figures))
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return _dated(lines, "serve")
 
 
 def routing() -> str:
@@ -108,7 +107,7 @@ def routing() -> str:
         for peer in ("vllm_router", "smg"):
             cells.append(_cell(found, [f"{name}_over_{peer}" for name in row.figures]))
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return _dated(lines, "router")
 
 
 def judged() -> str:
@@ -121,7 +120,7 @@ def judged() -> str:
         for tier in ("disk", "valkey", "mooncake"):
             cells.append(_cell(found, [f"{tier}_{name}" for name in row.figures]))
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return _dated(lines, "mooncake_storage")
 
 
 def handed_off() -> str:
@@ -136,19 +135,23 @@ def handed_off() -> str:
     own = _cell(found, ["exposed_over_wire_4k_nixl"])
     text = f"share of the wire time that shows, 4k tokens (`nixl`: {own})"
     lines.append("| " + " | ".join((text, *shares)) + " |")
-    return "\n".join(lines)
+    return _dated(lines, "sglang_handoff")
 
 
 def _figures(name: str) -> Mapping[str, float]:
-    path = RESULTS / f"{name}.json"
-    figures: dict[str, float] = json.loads(path.read_text())["figures"] if path.exists() else {}
+    figures: Mapping[str, float] = result(name).get("figures", {})
     return figures
+
+
+def _dated(lines: Sequence[str], name: str) -> str:
+    """Return a table with the commit that its benchmark measured."""
+    return "\n".join([*lines, "", f"Commit: {name_of(result(name))}."])
 
 
 def _cell(found: Mapping[str, float], names: Sequence[str]) -> str:
     if not found.keys() & {*names}:
-        return "not run yet"
-    return " / ".join(_number(found[name]) if name in found else "not run yet" for name in names)
+        return NOT_YET
+    return " / ".join(_number(found[name]) if name in found else NOT_YET for name in names)
 
 
 def _number(value: float) -> str:

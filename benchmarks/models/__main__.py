@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import machine, progress
+from benchmarks.common import machine, origin, progress
 from benchmarks.models import drafts, engine
 from benchmarks.models.dense import DENSE, THROUGH_TRANSFORMERS
 from benchmarks.models.experts import MIXTURES
@@ -88,7 +88,7 @@ def main() -> None:
     results = with_bytes(results)
     counts = figures(results)
     if not names:
-        record = {"benchmark": "models", "machine": machine(), "figures": counts}
+        record = {"benchmark": "models", **origin(), "machine": machine(), "figures": counts}
         record["architectures"] = results
         RESULTS.write_text(_compact(record) + "\n")
         PAGE.write_text(page(record))

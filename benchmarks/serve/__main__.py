@@ -55,6 +55,7 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import RESULTS, emit, progress
 from benchmarks.serve import parts, sglang_servers, workloads
@@ -115,15 +116,16 @@ def main() -> None:
         rounded = {key: round(value, 4) for key, value in figures.items()}
         print(json.dumps({"benchmark": "serve", **rounded}), flush=True)
     else:
-        emit("serve", {**(kept() if chosen != ALL else {}), **figures})
+        before = None if chosen == ALL else kept()
+        emit("serve", {**(before["figures"] if before else {}), **figures}, before)
     if any(map(figures.get, MUST_BE_0)):
         raise SystemExit("answers are wrong or missing")
 
 
-def kept() -> dict[str, float]:
-    """Return the figures of the last run, for the parts that this one leaves out."""
+def kept() -> dict[str, Any] | None:
+    """Return the record of the last run, for the parts that this one leaves out."""
     path = RESULTS / "serve.json"
-    return dict(json.loads(path.read_text())["figures"]) if path.exists() else {}
+    return dict(json.loads(path.read_text())) if path.exists() else None
 
 
 def measure(

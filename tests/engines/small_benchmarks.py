@@ -28,7 +28,7 @@ SMALL: dict[str, Small] = {
     "overhead": ((), {"WORK": WORK, "HOST_BYTES": "64MiB"}),
     "tiers_default": (("--rounds", "1"), {"MIXED": 8, "STORED_PROMPTS": 2}),
     "metrics": (("--rounds", "2"), {"REPEAT": 50, "PEERS": 4}),
-    "hybrids": (("--rounds", "1"), {"_NAMES": HYBRID, "PROMPT": 600, "DISTANCES": (1, 2)}),
+    "hybrids": (("--rounds", "1"), {"_NAMES": HYBRID, "PROMPT": 330, "DISTANCES": (1,)}),
     "models.__main__": (("--only", "OPTForCausalLM", "--again"), {}),
 }
 """Arguments, and other values of a module's constants."""
