@@ -1,0 +1,79 @@
+"""What a worker of version 1 of the protocol sends, as it was recorded: both sides refuse each
+other before anything else is read, and can say which versions they have."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from kvconnect.errors import Refused
+from kvconnect.protocol import cache_messages, messages
+from kvconnect.protocol.codec import PROTOCOL, common_protocol
+from kvconnect.protocol.negotiation import negotiate
+from kvconnect.transport.base import UNAUTHENTICATED, PeerDown
+from tests.links import outcome, side
+from tests.unit.protocol.test_negotiation import hello
+
+OPENING = bytes.fromhex("4b56434f0100010000000000020073657373696f6e2d31362d6279746573" + "63" * 32)
+CHALLENGE = bytes.fromhex("4b56434301000100" + "73" * 32)
+HELLO = bytes.fromhex(
+    "89a474797065a568656c6c6fa870726f746f636f6c920101a8666561747572657390a8736f667477617265af6b7663"
+    "6f6e6e65637420302e322e30a9656e67696e655f6964a164a565706f636801a472616e6b9400010001a6666f726d61"
+    "7482a56d6f64656ca16da56474797065a862666c6f61743136a667726f757073918bac626c6f636b5f746f6b656e73"
+    "10ab706167655f746f6b656e7310a677696e646f77c0a56368756e6bc0a66c617965727392a161a162a86b765f6865"
+    "61647308a5686561647308a9726f775f6279746573cd0100af6c617965725f726f775f627974657390a56f72646572"
+    "a3484e43aa73706c69747461626c65c3"
+)
+CACHE_HELLO = bytes.fromhex(
+    "88a474797065a568656c6c6fa870726f746f636f6c920101a6656e67696e65c410000102030405060708090a0b0c0d"
+    "0e0fa6666f726d6174c40166a66c61796f7574c4086c6c6c6c6c6c6c6ca667726f757073918100cd0400a570616765"
+    "7390a56e6f6e6365c400"
+)
+OURS, THEIRS = "2 to 2 here", "1 to 1 there"
+
+
+def test_an_older_reader_is_refused_and_told_our_version() -> None:
+    with side() as source, socket.create_connection(source.transport.listen("127.0.0.1", 0)) as old:
+        old.sendall(OPENING)
+        old.settimeout(20)
+        farewell = b"".join(iter(lambda: old.recv(100), b""))
+        # Version 1 reads this as a challenge, and finds a range without its own version.
+        assert farewell[:8] == CHALLENGE[:4] + bytes([2, 0, 2, 0])
+        assert len(farewell) == len(CHALLENGE)
+        source.poll()
+        (down,) = source.of(PeerDown)
+        assert (down.peer, down.refused) == (UNAUTHENTICATED, "protocol")
+        assert OURS in down.reason and THEIRS in down.reason
+
+
+def test_an_older_source_is_refused() -> None:
+    with side() as reader, socket.create_server(("127.0.0.1", 0)) as old, ExitStack() as stack:
+
+        def answer() -> None:
+            with suppress(OSError):  # closed
+                while True:
+                    connection, _ = old.accept()
+                    stack.enter_context(connection).sendall(CHALLENGE)
+
+        thread = threading.Thread(target=answer)
+        stack.callback(thread.join)
+        stack.callback(old.shutdown, socket.SHUT_RDWR)
+        thread.start()
+        down = outcome(reader, old.getsockname()[:2])
+        assert down.refused == "protocol" and OURS in down.reason and THEIRS in down.reason
+
+
+def test_older_hellos_are_read_and_refused_for_their_version() -> None:
+    older, of_cache = messages.decode(HELLO), cache_messages.decode(CACHE_HELLO)
+    assert isinstance(older, messages.Hello) and isinstance(of_cache, cache_messages.CacheHello)
+    for refuse in (
+        lambda: negotiate(hello(), older),
+        lambda: negotiate(older, hello()),
+        lambda: common_protocol(PROTOCOL, of_cache.protocol),
+    ):
+        with pytest.raises(Refused, match="upgrade the older KVConnect") as caught:
+            refuse()
+        assert caught.value.field == "protocol"
