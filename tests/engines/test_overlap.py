@@ -329,8 +329,8 @@ def test_two_connectors_that_hand_off(place: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_stores_given_up_end_without_anybody_waiting() -> None:
-    """A reset leaves them to the workers, and their slots come back. The step in which the workers
-    look at their weights may see some of them end."""
+    """A reset leaves them to the workers: the engine rests after the step in which the workers look
+    at their weights, and the slots of the stores come back later."""
     engine = Engine(MODES["two steps"], CLOCK)
     engine.add(tuple(range(12)))
     for _ in range(20):
@@ -338,5 +338,10 @@ def test_stores_given_up_end_without_anybody_waiting() -> None:
         engine.execute()
         engine.update()
     engine.scheduler.reset_prefix_cache(reset_connector=True)
-    engine.settle("a reset")
+    for _ in range(2):
+        engine.schedule()
+        engine.execute()
+        engine.update()
+    assert not (engine.steps or engine.scheduler.has_requests())
+    assert engine.device.jobs and engine.half.plan.index.slots.busy
     engine.end()

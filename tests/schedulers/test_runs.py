@@ -53,9 +53,9 @@ def test_engines_that_hand_off() -> None:
 
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_cached_prompt_is_loaded(kind: Kind) -> None:
-    """Without any fault all that was stored is loaded, so that the runs above are not empty. What
-    leaves a window while the store is busy is not stored."""
-    engine = Engine(EngineShape(kind=kind), Random(1))
+    """Without any fault all that was stored is loaded, so that the runs above are not empty. The
+    device has so many blocks that none has to wait for a store."""
+    engine = Engine(EngineShape(kind=kind, blocks=400), Random(1))
     prompt = Prompt(tokens(Random(2), 100))
     with running(engine):
         engine.run("first", prompt)
@@ -63,6 +63,4 @@ def test_a_cached_prompt_is_loaded(kind: Kind) -> None:
         assert engine.forget_device()
         engine.run("again", prompt)
         engine.drain()
-    skipped = engine.counts.get(("skipped_store_blocks", "busy"), 0)
-    found = tokens_from([engine])["host"]
-    assert found == 96 or (kind == "windows" and skipped and found > 0)
+    assert tokens_from([engine])["host"] == 96

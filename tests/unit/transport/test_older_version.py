@@ -8,6 +8,7 @@ import threading
 from contextlib import ExitStack, suppress
 
 import pytest
+from msgspec.structs import replace
 
 from kvconnect.errors import Refused
 from kvconnect.protocol import cache_messages, messages
@@ -15,7 +16,6 @@ from kvconnect.protocol.codec import PROTOCOL, common_protocol
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.transport.base import UNAUTHENTICATED, PeerDown
 from tests.links import outcome, side
-from tests.unit.protocol.test_negotiation import hello
 
 OPENING = bytes.fromhex("4b56434f0100010000000000020073657373696f6e2d31362d6279746573" + "63" * 32)
 CHALLENGE = bytes.fromhex("4b56434301000100" + "73" * 32)
@@ -69,9 +69,10 @@ def test_an_older_source_is_refused() -> None:
 def test_older_hellos_are_read_and_refused_for_their_version() -> None:
     older, of_cache = messages.decode(HELLO), cache_messages.decode(CACHE_HELLO)
     assert isinstance(older, messages.Hello) and isinstance(of_cache, cache_messages.CacheHello)
+    ours = replace(older, protocol=PROTOCOL)
     for refuse in (
-        lambda: negotiate(hello(), older),
-        lambda: negotiate(older, hello()),
+        lambda: negotiate(ours, older),
+        lambda: negotiate(older, ours),
         lambda: common_protocol(PROTOCOL, of_cache.protocol),
     ):
         with pytest.raises(Refused, match="upgrade the older KVConnect") as caught:
