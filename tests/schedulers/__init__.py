@@ -21,6 +21,8 @@ parallelism, routed experts, draft models with KV of their own, images, sessions
 more input, sleep, remote stores, NIXL, ``MultiConnector``, more than two engines, connections that
 break.
 
+``other_version`` runs the same with the version of vLLM that is not installed.
+
 A seed decides what happens, but not when threads run. ``python -m tests.schedulers.fuzz`` runs as
 many seeds as one likes.
 """

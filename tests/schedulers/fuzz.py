@@ -26,14 +26,14 @@ from tests.schedulers.workload import run_alone
 KINDS = {"alone": run_alone, "sharing": run_sharing, "handoffs": run_handoffs}
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.schedulers.fuzz")
     parser.add_argument("--seed", type=int, default=1, help="the first one")
     parser.add_argument("--hours", type=float, default=0.1)
     parser.add_argument("--runs", type=int, default=0, help="so many instead, however long")
     parser.add_argument("--kind", choices=KINDS, action="append", help="all if there is none")
     parser.add_argument("--control", help="break this on purpose, see tests/schedulers/controls.py")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     logging.disable(logging.ERROR)
     kinds = given.kind or list(KINDS)
     control = getattr(controls, given.control) if given.control else nullcontext
