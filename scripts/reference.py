@@ -28,7 +28,7 @@ from kvconnect.tiers.backends.mooncake import MooncakeOptions
 from kvconnect.tiers.backends.object import ObjectOptions
 from kvconnect.tiers.backends.valkey import ValkeyOptions
 from kvconnect.tiers.peers.peer_options import PeerOptions
-from scripts import headlines, measured
+from scripts import differences, headlines, measured
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -161,6 +161,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "judged": measured.judged,
     "handed-off": measured.handed_off,
     "benchmark-settings": benchmark_settings.table,
+    "differences": differences.table,
 }
 
 
