@@ -40,7 +40,7 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _LONGEST_S = 86_400
-_MOST_CONNECTIONS = 16
+_MOST = {"connections": 16, "max_peers": 4096}
 OFF = -1  # of host_bytes: no host tier
 AUTO = -1  # of sync_load_bytes: as measured
 MOST_PINNED = 0.5  # retained blocks may take as much again
@@ -140,6 +140,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
         min_rate: lowest rate of a connection, in bytes per second, measured when it is made. A
             slower connection is refused. ``0``: no limit.
         connections: number of TCP data connections to each peer.
+        max_peers: number of workers of other engines that may read from one worker. Each costs
+            threads and open files.
     """
 
     listen: str = "127.0.0.1:0"
@@ -150,6 +152,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True):
     nixl_backend: str = "UCX"
     min_rate: int = 0
     connections: int = 2
+    max_peers: int = 256
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,10 +318,10 @@ def _as_number(value: object, fix: str) -> str:
 
 
 def _check_network(values: dict[str, Any]) -> None:
-    connections = values.get("connections", 1)
-    if type(connections) is not int or not 1 <= connections <= _MOST_CONNECTIONS:
-        fix = f"use 1 to {_MOST_CONNECTIONS}"
-        raise ConfigError("connections", connections, _as_number(connections, fix))
+    for field, most in _MOST.items():
+        value = values.get(field, 1)
+        if type(value) is not int or not 1 <= value <= most:
+            raise ConfigError(field, value, _as_number(value, f"use 1 to {most}"))
     for field, what in (("key_file", "path"), ("tls_dir", "path"), ("nixl_backend", "name")):
         if not isinstance(values.get(field, ""), str):
             raise ConfigError(field, values[field], f"use a {what}")

@@ -313,6 +313,7 @@ def start_agent(
     security = security_of(network)
     options = ConnectionOptions(
         connections=network.connections,
+        max_peers=network.max_peers,
         digest=config.digest,
         backend=network.nixl_backend,
         local=not (network.key_file or network.peers),

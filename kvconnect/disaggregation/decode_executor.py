@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvconnect.disaggregation import decode_planner
 from kvconnect.disaggregation.decode_planner import (
@@ -45,8 +46,15 @@ from kvconnect.types import Endpoint, FailureCause, JobId, TransferId, TransferT
 logger = logging.getLogger(__name__)
 
 _PAUSED_RENEWALS = 3  # renewals that a paused engine still sends: enough for one lease
+_DECLINE_TRIES = 5  # connections that are made for one decline; one that is lost costs a wait there
+_DECLINE_EVERY_S = 1.0
 
 _CAUSES = {cause.value: cause for cause in FailureCause}
+
+
+class _WaitingKeep(NamedTuple):
+    keep: Keep
+    tries: int = 1  # connections that were made for it
 
 
 class DecodeExecutor:
@@ -60,7 +68,8 @@ class DecodeExecutor:
             [len(group.layers) for group in groups],
             [group.heads for group in groups],
         )
-        self._keeps: dict[Origin, list[Keep]] = {}  # until the connection is ready
+        self._keeps: dict[Origin, list[_WaitingKeep]] = {}  # until the connection is ready
+        self._undelivered: list[tuple[float, _WaitingKeep]] = []  # declines, with the next due time
         self._renewals: dict[TransferId, tuple[Keep, float]] = {}  # with the next due time
         # End of the engine's last step; inf: a step runs, or none was seen.
         self.step_ended_at = math.inf
@@ -83,7 +92,7 @@ class DecodeExecutor:
                 self._renewals[keep.transfer] = keep, now + keep.every_s
             else:
                 self._renewals.pop(keep.transfer, None)
-                self._send_keep(keep)
+                self._send_keep(_WaitingKeep(keep))
 
     def tick(self, now: float) -> None:
         """Expire receives and renew leases of requests that wait to be scheduled; call it a few
@@ -93,7 +102,11 @@ class DecodeExecutor:
         for transfer, (keep, due) in self._renewals.items():
             if due <= now <= self.step_ended_at + _PAUSED_RENEWALS * keep.every_s:
                 self._renewals[transfer] = keep, now + keep.every_s
-                self._send_keep(keep)
+                self._send_keep(_WaitingKeep(keep))
+        due_now = [waiting for due, waiting in self._undelivered if due <= now]
+        self._undelivered = [item for item in self._undelivered if item[0] > now]
+        for waiting in due_now:
+            self._send_keep(waiting)
 
     @property
     def has_finished(self) -> bool:
@@ -146,14 +159,17 @@ class DecodeExecutor:
     def on_connected(self, origin: Origin, session: Session) -> None:
         """The session with a needed worker is ready."""
         self._run_actions(self._receiver.connected(origin, session.peer, session.views))
-        for keep in self._keeps.pop(origin, ()):
-            _send_keep_to(self._sessions, session, keep)
+        for waiting in self._keeps.pop(origin, ()):
+            _send_keep_to(self._sessions, session, waiting.keep)
 
     def on_lost(self, peer: PeerId, origin: Origin | None, cause: FailureCause) -> None:
         """A connection is gone, or could not be made. ``origin``: the worker it was made to."""
         self._run_actions(self._receiver.peer_lost(peer))
         if origin is not None:
-            self._keeps.pop(origin, None)
+            due = time.monotonic() + _DECLINE_EVERY_S
+            for keep, tries in self._keeps.pop(origin, ()):
+                if cause is FailureCause.PEER and not keep.every_s and tries < _DECLINE_TRIES:
+                    self._undelivered.append((due, _WaitingKeep(keep, tries + 1)))
             self._run_actions(self._receiver.refused(origin, cause))
 
     def _endpoints(self, job: Receive) -> list[Endpoint]:
@@ -238,13 +254,14 @@ class DecodeExecutor:
             ),
         )
 
-    def _send_keep(self, keep: Keep) -> None:
-        origin = Origin(keep.source.endpoints[0], keep.source.engine_id, keep.source.epoch)
+    def _send_keep(self, waiting: _WaitingKeep) -> None:
+        source = waiting.keep.source
+        origin = Origin(source.endpoints[0], source.engine_id, source.epoch)
         session = self._sessions.get_or_connect(origin)
         if session is None:
-            self._keeps.setdefault(origin, []).append(keep)
+            self._keeps.setdefault(origin, []).append(waiting)
         else:
-            _send_keep_to(self._sessions, session, keep)
+            _send_keep_to(self._sessions, session, waiting.keep)
 
 
 def _send_keep_to(sessions: Sessions, session: Session, keep: Keep) -> None:

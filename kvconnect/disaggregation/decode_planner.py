@@ -20,7 +20,8 @@ from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
 
 MAX_WAIT_S = 600.0
-"""Seconds after which a receive ends even if the source still sends heartbeats."""
+"""Seconds after which a receive ends even if the source still sends heartbeats; its own deadline if
+that is longer."""
 
 
 class Origin(NamedTuple):
@@ -353,7 +354,8 @@ class DecodePlanner:
         late = [
             job
             for job in self._jobs.values()
-            if now - job.progress_at >= job.receive.deadline_s or now - job.started >= MAX_WAIT_S
+            if now - job.progress_at >= job.receive.deadline_s
+            or now - job.started >= max(MAX_WAIT_S, job.receive.deadline_s)
         ]
         return [action for job in late for action in self._fail(job, FailureCause.DEADLINE)]
 

@@ -231,6 +231,7 @@ class ConnectionOptions:
     """
 
     connections: int = 2  # data connections per peer
+    max_peers: int = 256  # that connect to this worker
     backend: str = "UCX"  # NIXL's backend
     local: bool = False  # NIXL, which has no authentication, uses loopback only
     digest: str = "sampled"

@@ -110,6 +110,8 @@ def test_a_parsed_config_does_not_change() -> None:
         ("deadline_s", "30", "use seconds, more than 0 and at most 86400, as a number, not text"),
         ("pin_share", "0.5", "as a number, not text"),
         ("connections", "2", "as a number, not text"),
+        ("max_peers", 0, "use 1 to 4096"),
+        ("max_peers", "9", "as a number, not text"),
         ("deadline_s", True, "use seconds, more than 0"),
         ("deadline_s", None, "use seconds, more than 0"),
         ("wait_s", 0, "use seconds, more than 0"),

@@ -358,6 +358,7 @@ def start_agent(config: Config, blocks: SharedBlocks, number: int) -> PeerAgent:
     nixl = network.transport == "nixl"
     connection = ConnectionOptions(
         connections=network.connections,
+        max_peers=network.max_peers,
         backend=network.nixl_backend,
         local=not (network.key_file or network.peers),
         digest=config.digest,

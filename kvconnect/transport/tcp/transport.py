@@ -43,9 +43,6 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 16
 """Data connections that one peer may open."""
 
-MAX_INBOUND = 256
-"""Limit on inbound peers; each costs threads and file descriptors."""
-
 DIED = "the transport's thread died: its error is in the log"
 """Reason of every ``PeerDown`` after the loop raised an error."""
 
@@ -187,8 +184,9 @@ class TcpTransport(Transport):
                 raise ProtocolError(
                     f"peer requested {opening.connections} connections; limit is {MAX_CONNECTIONS}"
                 )
-            if len(self._inbound) >= MAX_INBOUND:
-                raise Refused("other", f"{MAX_INBOUND} peers are connected already")
+            most = self._shared.options.max_peers
+            if len(self._inbound) >= most:
+                raise Refused("other", f"{most} peers are connected already (max_peers)")
             number = PeerId(next(self._numbers))
             peer = self._add_peer(number, opening, pending.address, inbound=True)
             self._inbound[opening.session] = peer

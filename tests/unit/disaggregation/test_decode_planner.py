@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -265,6 +266,14 @@ def test_signs_of_life_do_not_keep_a_job_for_ever() -> None:
     assert one.tick(MAX_WAIT_S - 1) == []
     one.alive(3, [1], MAX_WAIT_S)
     assert one.tick(MAX_WAIT_S) == [CancelReceive(3, 1)]
+
+
+def test_a_job_whose_deadline_is_longer_keeps_it() -> None:
+    """SGLang's own limits may be."""
+    one = one_peer(replace(receive(), deadline_s=2 * MAX_WAIT_S))
+    one.alive(3, [1], MAX_WAIT_S)
+    assert one.tick(2 * MAX_WAIT_S - 1) == []
+    assert one.tick(2 * MAX_WAIT_S) == [CancelReceive(3, 1)]
 
 
 def test_a_dropped_job_is_finished_all_the_same() -> None:

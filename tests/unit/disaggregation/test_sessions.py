@@ -17,11 +17,11 @@ from kvconnect.disaggregation.states import SessionState
 from kvconnect.errors import Refused
 from kvconnect.protocol import messages
 from kvconnect.protocol.identity import Identity, Weights
-from kvconnect.protocol.messages import GroupHello, Hello, Reject, Renew
+from kvconnect.protocol.messages import Decline, GroupHello, Hello, Reject, Renew
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import Disconnect, Event, PeerDown, PeerId, PeerMessage, PeerUp
 from kvconnect.transport.inproc import InprocTransport
-from kvconnect.types import Endpoint, Rank, TransferId
+from kvconnect.types import Endpoint, FailureCause, Rank, TransferId
 
 GROUP = GroupHello(
     block_tokens=16,
@@ -167,3 +167,42 @@ def test_leases_are_renewed_for_an_engine_that_stands_still_but_not_for_long() -
     assert [renewed(now) for now in (30.0, 40.0, 42.1, 50.0)] == [True, True, False, False]
     side.step_ended_at = math.inf  # it goes on
     assert renewed(60.0)
+
+
+@pytest.mark.parametrize(
+    ("cause", "tries"), [(FailureCause.PEER, 5), (FailureCause.REFUSED, 1)], ids=["lost", "refused"]
+)
+def test_a_decline_is_sent_again_over_another_connection(cause: FailureCause, tries: int) -> None:
+    """The prefill engine would wait for this worker. One that refuses it does not hear more."""
+    links, seam = make_links()
+    links.speaks_for_engine = True
+    side = DecodeExecutor(links)
+    source = PrefillSource("there", 1, (ORIGIN.endpoint,), 1, 1)
+    keeps = [Keep(TransferId(b"t" * 16), source)]
+    side.begin_step(DisaggregationInstructions(keeps=keeps), 0.0, None)
+    for _ in range(10):
+        links.on_down(PeerDown(PeerId(seam.peers), "gone"))
+        side.on_lost(PeerId(seam.peers), ORIGIN, cause)
+        side.tick(0.0)  # not at once
+        before = seam.peers
+        side.tick(math.inf)
+        assert seam.peers in (before, before + 1)
+    assert seam.peers == tries
+    assert not (side._keeps or side._undelivered)
+
+
+def test_a_decline_that_was_not_delivered_is_when_the_worker_is_there_again() -> None:
+    links, seam = make_links()
+    side = DecodeExecutor(links)
+    source = PrefillSource("there", 1, (ORIGIN.endpoint,), 1, 1)
+    keep = Keep(TransferId(b"t" * 16), source)
+    links.speaks_for_engine = True
+    side.begin_step(DisaggregationInstructions(keeps=[keep]), 0.0, None)
+    links.on_down(PeerDown(PeerId(seam.peers), "gone"))
+    side.on_lost(PeerId(seam.peers), ORIGIN, FailureCause.PEER)
+    side.tick(math.inf)
+    link = links._sessions[PeerId(seam.peers)]
+    side.on_connected(ORIGIN, link)
+    sent = [messages.decode(o.payload) for o in seam.orders if isinstance(o, PeerMessage)]
+    assert sent == [Decline(keep.transfer)]
+    assert not (side._keeps or side._undelivered)

@@ -34,7 +34,7 @@ from kvconnect.transport.base import (
     PeerMessage,
     PeerUp,
 )
-from kvconnect.transport.tcp import listener, send_queue, transport
+from kvconnect.transport.tcp import listener, send_queue
 from kvconnect.transport.tcp.control_connection import MAX_QUEUED_BYTES
 from tests.links import outcome, side, threads_after_close, through_proxy
 
@@ -502,17 +502,14 @@ def test_strangers_that_say_nothing_do_not_lock_others_out(
             stranger.close()
 
 
-def test_only_so_many_peers_are_let_in(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(transport, "MAX_INBOUND", 2)
-    with side() as reader, side() as source:
+def test_only_so_many_peers_are_let_in(caplog: pytest.LogCaptureFixture) -> None:
+    with side() as reader, side(max_peers=2) as source:
         pair = ConnectedPair(reader, source)
         pair.connect()
         assert outcome(reader, pair.address).peer not in (1, 2)
         assert len(source.of(PeerUp)) == 2
         pair.check_works(1)
-    assert "rejected: 2 peers are connected already" in caplog.text
+    assert "rejected: 2 peers are connected already (max_peers)" in caplog.text
 
 
 def test_a_stranger_is_turned_away_in_time() -> None:
