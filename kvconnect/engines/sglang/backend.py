@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.base.conn import (
     KVTransferDestination,
     KVTransferMetric,
 )
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import (
     CommonKVBootstrapServer,
     CommonKVManager,
@@ -33,7 +34,13 @@ from sglang.srt.server_args import ServerArgs
 
 from kvconnect.config import Config, config_from_environment, listen_address
 from kvconnect.disaggregation.agent import start_agent
-from kvconnect.engines.sglang import layerwise, runtime_context, translate, weights
+from kvconnect.engines.sglang import (
+    direct_requests,
+    layerwise,
+    runtime_context,
+    translate,
+    weights,
+)
 from kvconnect.engines.sglang.bootstrap import (
     BootstrapAddresses,
     check_sizes,
@@ -105,6 +112,7 @@ class KVConnectManager(CommonKVManager):
         weights.listen(lambda: self.agent.set_identity(weights.identity(mixes=mixes)))
         self.streams = EngineStreams(cache.device)
         self.adapters = AdapterContents()
+        direct_requests.install(conn)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own frames have no authentication
         kinds = [(group.block_tokens, group.kv_heads) for group in cache.hello.groups]

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,8 +37,15 @@ import torch
 from kvconnect.copy.driver import own_stream
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks
-from kvconnect.engines.sglang.rooms import PrefillRooms, SendRoom, transfer_of
+from kvconnect.engines.sglang.rooms import (
+    PrefillRooms,
+    SendRoom,
+    contain_room_errors,
+    room_of,
+    transfer_of,
+)
 from kvconnect.engines.sglang.translate import LayerNames
+from kvconnect.errors import contained
 from kvconnect.offload.streams import DeviceFence
 from kvconnect.transport.base import Fence
 from kvconnect.types import Span
@@ -75,15 +82,19 @@ class LayerwisePush:
         self._names = names
         self._layers_called_once = once
         self._offering = False  # the running batch has offered pages
+        self._rooms: list[int] = []  # whose pages it has offered
         self._layer_seen = False  # in the running batch
         self._warned = False
 
     def begin(self, scheduler: Any, batch: Any) -> None:
         """Offer the whole pages that a batch fills, and earlier ones that were not offered yet."""
-        offers = list(self._offers(scheduler, batch)) if batch.forward_mode.is_extend() else []
-        if offers:
-            self._agent.begin_step(DisaggregationInstructions(offers=offers), epoch=0)
-            self._offering, self._layer_seen = True, False
+        with contained(self._fail_step):
+            self._rooms.clear()
+            offers = self._offers(scheduler, batch) if batch.forward_mode.is_extend() else []
+            if offers:
+                self._rooms += [room_of(offer.transfer) for offer in offers]
+                self._agent.begin_step(DisaggregationInstructions(offers=offers), epoch=0)
+                self._offering, self._layer_seen = True, False
 
     def layer(self, layer_id: int, linear: bool = False) -> None:
         """Record that a layer's attention has been launched; ``linear``: its linear attention. A
@@ -91,15 +102,17 @@ class LayerwisePush:
         if self._offering and self._layers_called_once:
             self._layer_seen = True
             names = self._names.states if linear else self._names.kv
-            for name in names.get(layer_id, ()):
-                self._agent.layer_written(name)
+            with contained(self._fail_step):
+                for name in names.get(layer_id, ()):
+                    self._agent.layer_written(name)
 
     def end(self) -> None:
         """Record that the whole batch has been launched on the current stream."""
         if not self._offering:
             return
         self._offering = False
-        self._agent.end_step()
+        with contained(self._fail_step):
+            self._agent.end_step()
         if not (self._layer_seen or self._warned):
             self._warned = True
             logger.warning(
@@ -119,7 +132,10 @@ class LayerwisePush:
         with deferring_frees(allocator) as found:
             yield
         if found.frees:
-            room.keep(found.pages(allocator.page_size), found.frees)
+            pages: set[int] = set()
+            with self._contain(req.bootstrap_room):
+                pages = found.pages(allocator.page_size)
+            room.keep(pages, found.frees)
 
     def _find(self, req: Any) -> SendRoom | None:
         """Return the open room of a request, if the room is this request's."""
@@ -127,18 +143,33 @@ class LayerwisePush:
         owns = getattr(sender, "owns_room", False)
         return self._prefill_rooms.find(req.bootstrap_room) if owns else None
 
-    def _offers(self, scheduler: Any, batch: Any) -> Iterator[OfferBlocks]:
-        size = scheduler.token_to_kv_pool_allocator.page_size
+    def _contain(self, room: int) -> AbstractContextManager[None]:
+        return contain_room_errors(self._agent, room, self._prefill_rooms.give_up)
+
+    def _fail_step(self, error: Exception) -> None:
+        """Give up the rooms of the running batch: how much of it was offered is not known."""
+        self._offering = False
+        for room in self._rooms:
+            with self._contain(room):
+                raise error
+
+    def _offers(self, scheduler: Any, batch: Any) -> list[OfferBlocks]:
+        offers = []
         for req in batch.reqs:
             room = None if req.pending_bootstrap else self._find(req)
-            if room is None:
-                continue
-            end = min(req.extend_end, len(req.origin_input_ids)) // size
-            if room.deferred_frees:  # a long prompt must not take its memory twice
-                end = min(end, req.kv.cache_protected_len // size)
-            spans = [*_pages(scheduler, req, room, end), *self._state(scheduler, req, room)]
-            if spans:
-                yield OfferBlocks(transfer_of(req.bootstrap_room), tuple(spans))
+            if room is not None:
+                with self._contain(req.bootstrap_room):
+                    spans = self._spans(scheduler, req, room)
+                    if spans:
+                        offers.append(OfferBlocks(transfer_of(req.bootstrap_room), spans))
+        return offers
+
+    def _spans(self, scheduler: Any, req: Any, room: SendRoom) -> tuple[Span, ...]:
+        size = scheduler.token_to_kv_pool_allocator.page_size
+        end = min(req.extend_end, len(req.origin_input_ids)) // size
+        if room.deferred_frees:  # a long prompt must not take its memory twice
+            end = min(end, req.kv.cache_protected_len // size)
+        return (*_pages(scheduler, req, room, end), *self._state(scheduler, req, room))
 
     def _state(self, scheduler: Any, req: Any, room: SendRoom) -> Iterator[Span]:
         """Yield the state of a request whose prompt ends in the starting step."""

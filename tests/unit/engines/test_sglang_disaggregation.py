@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from kvconnect.config import Config
+from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks
 from kvconnect.engines.sglang import translate
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
-from kvconnect.engines.sglang.layerwise import LayerwisePush, deferring_frees
-from kvconnect.engines.sglang.rooms import is_room, room_of, transfer_of
+from kvconnect.engines.sglang.layerwise import DeferredFrees, LayerwisePush, deferring_frees
+from kvconnect.engines.sglang.rooms import SendRoom, is_room, room_of, transfer_of
 from kvconnect.errors import Incompatible
 from kvconnect.protocol.prompts import difference, identify
 from kvconnect.stats import OffloadingConnectorStats
@@ -648,6 +649,56 @@ def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitSt
     for layer in range(len(reader.kv)):
         for ours, page in zip(there, own, strict=True):
             assert torch.equal(reader.page(layer, ours), expected(reader, layer, page))
+
+
+def breaks(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("nobody has thought of this")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (SendRoom, "unoffered_until"),
+        (HandoffAgent, "begin_step"),
+        (HandoffAgent, "layer_written"),
+        (HandoffAgent, "end_step"),
+        (DeferredFrees, "pages"),
+    ],
+)
+def test_an_error_in_a_step_fails_its_rooms_and_not_the_scheduler(
+    closing: ExitStack, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    push = LayerwisePush(source.agent, source.prefill_rooms, source.names)
+    source.prefill_rooms.open(ROOM)
+    reader.ask([7, 2], [source])
+    until([source, reader], lambda: bool(source.ready))
+    scheduler, request = Scheduler([3, 9]), request_of(TOKENS * 2, TOKENS)
+    assert callable(getattr(owner, name))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, breaks)
+        push.begin(scheduler, batch_of(request))
+        push.layer(0)
+        push.end()
+        with push.entering(scheduler, request):
+            scheduler.checkpoint(1, [15, 9])
+    assert source.failed == ["ZeroDivisionError: nobody has thought of this"]
+    source.send_all([3, 9])
+    source.prefill_rooms.close(ROOM)
+    assert scheduler.token_to_kv_pool_allocator.freed == [3]
+    until([source, reader], lambda: bool(reader.failed))
+    assert not reader.done
+    # The next request of this rank is handed off.
+    reader.failed.clear()
+    source.ready.clear()
+    source.prefill_rooms.open(ROOM)
+    reader.ask([7, 2], [source])
+    until([source, reader], lambda: bool(source.ready))
+    push.begin(scheduler, batch_of(request))
+    push.layer(0)
+    push.end()
+    source.send_all([15, 9])
+    until([source, reader], lambda: bool(reader.done))
 
 
 def test_an_allocator_is_as_it_was_when_nothing_was_ahead() -> None:
