@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvconnect.disaggregation import agent  # noqa: E402
 from kvconnect.disaggregation.agent import HandoffAgent  # noqa: E402
 from kvconnect.disaggregation.decode_executor import DecodeExecutor  # noqa: E402
 from kvconnect.disaggregation.messages import OfferBlocks  # noqa: E402
 from kvconnect.disaggregation.prefill_executor import PrefillExecutor  # noqa: E402
 from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
+from kvconnect.transport.tcp import event_loop  # noqa: E402
 from kvconnect.transport.tcp.control_connection import ControlConnection  # noqa: E402
-from kvconnect.transport.tcp.event_loop import EventLoop  # noqa: E402
 from kvconnect.transport.tcp.listener import Listener  # noqa: E402
 from kvconnect.transport.tcp.peer import Peer  # noqa: E402
 from kvconnect.transport.tcp.transport import TcpTransport  # noqa: E402
@@ -101,21 +102,45 @@ def test_an_error_in_a_callback_ends_no_thread(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [ZeroDivisionError, OverflowError, KeyError, OSError])
+@pytest.mark.parametrize("bounded", [True, False])
 def test_without_the_boundary_the_loop_ends(
-    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], bounded: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the same error as one that no boundary contains."""
+    """The control: errors that happen, with no boundary that contains them."""
     d = stack.enter_context(Engine())
+    loop = d.agents[0]._sessions.transport._shared.loop  # type: ignore[attr-defined]
+    if not bounded:
+        monkeypatch.setattr(event_loop, "contained", lambda _: nullcontext())
+    called = threading.Event()
 
-    def ends(*_: Any) -> None:
-        raise SystemExit
+    def raises() -> None:
+        called.set()
+        raise error("nobody has thought of this")
 
-    monkeypatch.setattr(EventLoop, "_make_calls", ends)
-    d.agents[0]._sessions.transport._shared.loop.call(lambda: None)  # type: ignore[attr-defined]
+    loop.call(raises)
+    assert called.wait(WAIT_S)
+    if bounded:
+        hand_off(stack.enter_context(Engine(sends=True)), d)
+        assert alive(d)
+        return
     deadline = time.monotonic() + WAIT_S
     while alive(d):
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_without_the_boundary_the_agent_ends(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of its own thread."""
+    d = stack.enter_context(Engine())
+    monkeypatch.setattr(agent, "contained", lambda _: nullcontext())
+    broken = Break(monkeypatch, DecodeExecutor, "tick")
+    assert broken.raised.wait(WAIT_S)
+    d.agents[0]._thread.join(WAIT_S)
+    assert not alive(d)
 
 
 @pytest.mark.parametrize("port", [-1, 0, 70_000, 2**40])
