@@ -69,6 +69,7 @@ FOREIGN = {
     "opentelemetry": ("observability/tracing/otel.py",),
     "vllm": ("engines/vllm/",),
     "sglang": ("engines/sglang/",),
+    "requests": ("engines/sglang/direct_requests.py",),  # SGLang's own client
 }
 """Third-party package -> the paths that may import it. Type-checking imports are free."""
 
