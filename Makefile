@@ -2,7 +2,9 @@
 # make test-sglang    only those with SGLang, which has an environment of its own
 # make demo           multi-turn conversations on a real engine, with and without KVConnect
 # make demo-sglang    prefill on one SGLang server, decode on another
-# make bench          every benchmark, one after the other
+# make bench          every benchmark that has no result of this commit, one after the other;
+#                     those that need SGLang or peers where these are set up. BENCH_ARGS="--list"
+#                     says which, and how long they take; BENCH_ARGS="tiers router" narrows it
 # make bench-sglang   the one with SGLang
 # make bench-serve    load generators and routers that others wrote, against real engines with and
 #                     without KVConnect. SERVE_ARGS="--quick --only trace" narrows it
@@ -31,6 +33,7 @@ SCHEDULER_ARGS ?=
 PIECES ?=
 MODELS_ARGS ?=
 SERVE_ARGS ?=
+BENCH_ARGS ?=
 OUTSIDE_ARGS ?=
 # On a machine whose load nobody knows, a test that fails is run once more. The report lists it as
 # RERUN: it is a defect of the test or of what it tests, and is mended as such.
@@ -43,7 +46,6 @@ PEERS_READY := .venv-peers/.ready
 GPU_PYTHON := .venv-gpu/bin/python
 # What changes the installed package also makes an environment stale.
 SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py kvconnect/native/*.[ch] kernels/*.cu*)
-BENCHMARKS := $(filter-out common copy_cuda fake_engines link mooncake_storage nixl sglang_% transfer_methods valkey_server __init__,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 # The folders tests, demo and benchmarks import one another by their path from here.
 export PYTHONPATH := $(CURDIR)
@@ -95,10 +97,8 @@ demo: $(READY)
 demo-sglang: $(SGLANG_READY)
 	@scripts/in-netns $(SGLANG_BIN)/python -m demo.sglang
 
-# As modules: run by file name, benchmarks/copy.py would stand in for the standard library's copy.
 bench: $(READY)
-	@set -e; for name in $(BENCHMARKS); do echo "== benchmarks/$$name.py"; \
-	  python -m benchmarks.$$name; done
+	@python -m scripts.bench $(BENCH_ARGS)
 
 # Not in a namespace of its own: it makes two, and a link between them.
 bench-sglang: $(SGLANG_READY)

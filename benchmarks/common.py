@@ -67,17 +67,16 @@ def machine() -> dict[str, object]:
 
 
 def commit(folder: Path) -> str:
-    """Return the commit of a checkout, with "+" if files but results were changed; "" outside
-    of a checkout."""
+    """Return the commit of a checkout, with "+" if files but results were changed, and the page
+    that is made of one; "" outside of a checkout."""
 
     def git(*words: str) -> str:
         run = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
         return run.stdout.strip()
 
     head = git("rev-parse", "--short=12", "HEAD")
-    changed = git(
-        "status", "--porcelain", "--untracked-files=no", ":/", ":(exclude,top)*/results/*"
-    )
+    made = (":(exclude,top)*/results/*", ":(exclude,top)docs/models.md")
+    changed = git("status", "--porcelain", "--untracked-files=no", ":/", *made)
     return head + "+" * bool(changed)
 
 

@@ -26,6 +26,7 @@ REASONS: dict[str, dict[str, str]] = {
         "lease_s": "cuts longer than it are to fit into the run",
         "digest": _PROOF,
     },
+    "choosing": {"host_bytes": _SIZED},
     "handoff": {"host_bytes": _ROLE, "transport": _COMPARED, "listen": _LINK, "key_file": _KEY},
     "hybrids": {
         "host_bytes": _SIZED,

@@ -54,6 +54,18 @@ SERVING = (
     Row("the same: tokens per second", ("pd_throughput_ratio_apart",), _ROUTER, ">= 1"),
     Row("answers that differ", ("wrong_answers",), aim="0"),
 )  # fmt: skip
+CHOICES = {
+    "plain": "vLLM, no connector; vllm-router",
+    "lmcache": "vLLM, LMCache's server; vllm-router",
+    "kvconnect": "**vLLM, KVConnect; its router**",
+    "nixl": "vLLM P/D, `NixlConnector`; vllm-router",
+    "kvconnect_pd": "**vLLM P/D, KVConnect; its router**",
+    "hicache": "SGLang, HiCache; smg",
+    "sglang_kvconnect": "**SGLang, KVConnect; its router**",
+    "sglang_nixl": "SGLang P/D, `nixl`; smg",
+    "sglang_kvconnect_pd": "**SGLang P/D, KVConnect; its router**",
+}
+"""Fleets of ``benchmarks.choosing``."""
 ROUTING = (
     Row("added to the first event at 200 streams a second, p50 / p99", ("added_p50", "added_p99")),
     Row("added to the last event, p50 / p99", ("added_end_p50", "added_end_p99")),
@@ -84,6 +96,32 @@ HAND_OFFS = {
     "NIXL, by chunks": "nixl_path",
     "built-in `mooncake_tcp`": "mooncake",
 }
+
+
+def choosing() -> str:
+    """Return the table of ``benchmarks.choosing``."""
+    found = _figures("choosing")
+    if not found:
+        return "Not run yet: `benchmarks/choosing.py` makes this table."
+    head = ("TTFT mean, ms", "99th percentile", "between tokens, ms", "tokens per second")
+    lines = ["| two engines | " + " | ".join(head) + " | KVConnect's TTFT over it |"]
+    lines.append("|---" * (len(head) + 2) + "|")
+    for name, text in CHOICES.items():
+        cells = [
+            _spread(found, f"{key}_{name}")
+            for key in ("ttft_ms", "ttft_p99_ms", "itl_ms", "tokens_per_s")
+        ]
+        over = f"ttft_over_{name}"
+        cells.append(_cell(found, [over]) if over in found else "")
+        lines.append("| " + " | ".join((text, *cells)) + " |")
+    return _dated(lines, "choosing")
+
+
+def _spread(found: Mapping[str, float], name: str) -> str:
+    """Return a median with the least and the most of all rounds."""
+    if name not in found:
+        return NOT_YET
+    return f"{found[name]:.0f} ({found[f'{name}_low']:.0f} to {found[f'{name}_high']:.0f})"
 
 
 def serving() -> str:

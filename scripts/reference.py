@@ -156,6 +156,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizing": sizing,
     "links": links,
     "headlines": headlines.table,
+    "choosing": measured.choosing,
     "serving": measured.serving,
     "routing": measured.routing,
     "judged": measured.judged,

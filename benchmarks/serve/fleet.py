@@ -117,8 +117,9 @@ class VllmRouter(Process):
 
 @dataclass
 class LmcacheServer(Process):
-    """LMCache's server with as much host memory as KVConnect has."""
+    """LMCache's server with ``gib`` of host memory, as much as KVConnect has."""
 
+    gib: int = 1
     requests: int = field(default_factory=free_port)
     """Port that engines ask; ``port`` is its admin API's."""
     health: ClassVar[str] = "/healthcheck"
@@ -130,7 +131,14 @@ class LmcacheServer(Process):
             *(sys.executable, "-m", "lmcache.cli.main", "server"),
             *("--host", self.host, "--port", str(self.requests)),
             *("--http-host", self.host, "--http-port", str(self.port)),
-            *("--l1-size-gb", "1", "--eviction-policy", "LRU", "--chunk-size", str(BLOCK_SIZE)),
+            *(
+                "--l1-size-gb",
+                str(self.gib),
+                "--eviction-policy",
+                "LRU",
+                "--chunk-size",
+                str(BLOCK_SIZE),
+            ),
             *("--supported-transfer-mode", "auto"),
             *("--worker-reap-timeout-seconds", "3600"),  # a stopped engine is not a dead one
         ]
@@ -169,6 +177,23 @@ def engine(connector: str | None, threads: int, **env: str) -> Server:
     )
 
 
+def nixl_engine(role: str) -> Server:
+    """Return an engine with vLLM's ``NixlConnector`` that is not started yet."""
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "benchmarks.nixl",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+    }
+    env = {
+        "UCX_TLS": "tcp,self",
+        "UCX_NET_DEVICES": "lo",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+    }
+    return engine(json.dumps(config), 1, **env)
+
+
 @contextmanager
 def single_engines(names: Sequence[str]) -> Iterator[dict[str, Variant]]:
     """Start an engine for each of the names and leave them stopped; one core is for the rest."""
@@ -194,27 +219,12 @@ def disaggregated() -> Iterator[dict[str, Variant]]:
     """Start a prefill and a decode engine with KVConnect and its router, the same with NIXL and
     vllm-router, and one engine without a connector; leave them stopped."""
 
-    def nixl(role: str) -> Server:
-        config = {
-            "kv_connector": "NixlConnector",
-            "kv_connector_module_path": "benchmarks.nixl",
-            "kv_role": role,
-            "kv_buffer_device": "cpu",
-        }
-        env = {
-            "UCX_TLS": "tcp,self",
-            "UCX_NET_DEVICES": "lo",
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        }
-        return engine(json.dumps(config), 1, **env)
-
     no_tier = chosen("serve", host_bytes="off")
     ours = [
         engine(kv_transfer(role="kv_producer", **no_tier), 1),
         engine(kv_transfer(role="kv_consumer", **no_tier), 1),
     ]
-    theirs = [nixl("kv_producer"), nixl("kv_consumer")]
+    theirs = [nixl_engine("kv_producer"), nixl_engine("kv_consumer")]
     alone = engine(None, 1)
     progress("starting prefill and decode engines and routers")
     with ExitStack() as stack:

@@ -157,11 +157,15 @@ class Replay:
 
     def calibrate(self, baseline: Variant) -> None:
         """Measure how long the baseline takes for all requests, :data:`CROWD` at a time."""
-        write(self._file, spread(self._requests, 0.0))
         with baseline.awake():
             baseline.reset()
-            crowd = ("--no-self-timed", "--max-concurrency", str(CROWD))
-            whole = self._ask(baseline, *crowd)["duration"]
+            self.spread_for(baseline)
+
+    def spread_for(self, baseline: Variant) -> None:
+        """The same of a baseline that is awake and has empty caches."""
+        write(self._file, spread(self._requests, 0.0))
+        crowd = ("--no-self-timed", "--max-concurrency", str(CROWD))
+        whole = self.ask(baseline, *crowd)["duration"]
         progress(f"trace of {len(self._requests)} requests: {baseline.name} takes {whole:.0f} s")
         write(self._file, spread(self._requests, whole / LOAD))
 
@@ -169,7 +173,7 @@ class Replay:
         """Replay the trace with empty caches; adds ``hits``, the prompt tokens that were cached."""
         variant.reset()
         before = cached_tokens(variant)
-        found = self._ask(variant)
+        found = self.ask(variant)
         found["hits"] = cached_tokens(variant) - before
         progress(
             f"trace, round {number + 1}, {variant.name}: TTFT mean {found['mean_ttft_ms']:.0f} ms, "
@@ -177,7 +181,8 @@ class Replay:
         )
         return found
 
-    def _ask(self, variant: Variant, *arguments: str) -> dict[str, Any]:
+    def ask(self, variant: Variant, *arguments: str) -> dict[str, Any]:
+        """Send all requests at their times; return what the load generator saves."""
         found = bench_serve(
             variant.front.port,
             model_dir(MODEL),

@@ -167,16 +167,18 @@ class Fleet:
         return _json({})
 
     def _engine(self, client: Any) -> Any:
-        """Return the engine that answers: that behind a router which decodes."""
-        decode = getattr(client, "decode", None)
-        if decode is None:
-            return client
-        return decode[0] if isinstance(decode, list) else decode
+        """Return the engine that answers: behind a router, one that decodes."""
+        for name in ("decode", "engines", "servers"):
+            if behind := getattr(client, name, None):
+                return behind[-1] if isinstance(behind, list) else behind
+        return client
 
     def _completion(self, engine: Any, generate: bool, body: dict[str, Any]) -> Reply:
         caches = self.caches[engine.port]
         params = body.get("kv_transfer_params") or {}
         prompts = body["input_ids"] if generate else body["prompt"]
+        if isinstance(prompts, str):
+            prompts = [*prompts.encode()]
         many = prompts if isinstance(prompts[0], list) else [prompts]
         count = body["sampling_params"]["max_new_tokens"] if generate else body["max_tokens"]
         hints = params.get("kvconnect", {})

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import chaos, common, handoff, hostile, sharing
+from benchmarks import chaos, choosing, common, handoff, hostile, sharing
 from benchmarks.copy import MIB
 from benchmarks.offload_engine import DEVICE_BLOCKS
 from benchmarks.serve import fleet as serve_fleet
@@ -100,6 +100,39 @@ def test_serve(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
                 monkeypatch.setattr(owner, name, loaded)
     found = run("serve.__main__", "--rounds", "1", "--requests", "12")
     assert shown("serve") <= found.keys()
+
+
+@pytest.mark.smokes("choosing")
+def test_choosing(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_model_servers(monkeypatch)
+    monkeypatch.setattr(parts, "bench_serve", loaded)
+    there = dict.fromkeys(("VLLM_ROUTER", "SMG", "LMCACHE_PACKAGES", "SGLANG"), tmp_path)
+    monkeypatch.setattr(serve_fleet, "VLLM_ROUTER", tmp_path)
+    monkeypatch.setattr(serve_fleet, "LMCACHE_PACKAGES", tmp_path)
+    found = run("choosing", "--rounds", "2", "--requests", "12", **there)
+    assert choosing.FLEETS.keys() == measured.CHOICES.keys()
+    for name, fleet in choosing.FLEETS.items():
+        assert found[f"failed_{name}"] == 0
+        assert found[f"ttft_ms_{name}_low"] <= found[f"ttft_ms_{name}"]
+        assert (f"ttft_over_{name}" in found) is bool(fleet.ours)
+
+
+def test_the_spread_is_that_of_rounds_and_ratios_are_within_one() -> None:
+    """Control: the ratio of medians would be 1 here."""
+    saved = {
+        "plain": [{"mean_ttft_ms": ms} for ms in (1.0, 6.0, 10.0)],
+        "kvconnect": [{"mean_ttft_ms": ms} for ms in (2.0, 6.0, 30.0)],
+    }
+    for each in saved.values():
+        for one in each:
+            others = {"p99_ttft_ms": 1.0, "mean_itl_ms": 1.0, "output_throughput": 1.0}
+            one.update({**others, "errors": ["", "gone"]})  # type: ignore[dict-item]
+    found = choosing.figures(saved)
+    assert (found["ttft_ms_plain_low"], found["ttft_ms_plain"]) == (1.0, 6.0)
+    assert found["ttft_ms_plain_high"] == 10.0
+    assert found["ttft_over_plain"] == 2.0
+    assert "ttft_over_kvconnect" not in found
+    assert found["failed_plain"] == 3
 
 
 def loaded(port: int, *arguments: Any, **_: Any) -> dict[str, Any]:
