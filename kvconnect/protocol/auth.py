@@ -129,9 +129,16 @@ class ClientAuth(_Handshake):
     def start(self) -> bytes:
         """Return the bytes to send first."""
         channel, session, number, connections = self._opening
+        first, last = PROTOCOL
         self._said = _OPENING.pack(
-            *(_OPENING_MAGIC, *PROTOCOL, _CHANNELS.index(channel), number, connections),
-            *(session, self._nonce),
+            _OPENING_MAGIC,
+            first,
+            last,
+            _CHANNELS.index(channel),
+            number,
+            connections,
+            session,
+            self._nonce,
         )
         return self._said
 

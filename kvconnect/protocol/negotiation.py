@@ -193,10 +193,10 @@ def _check_heads(where: str, side: Hello, group: GroupHello) -> None:
 
 def _wire_tokens(where: str, ours: GroupHello, theirs: GroupHello) -> int:
     for name in ("block_tokens", "page_tokens"):
-        sizes = (getattr(ours, name), getattr(theirs, name))
-        if max(sizes) % min(sizes):
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if max(here, there) % min(here, there):
             raise _mismatch(
-                name, *sizes, "choose block sizes of which one divides the other", where
+                name, here, there, "choose block sizes of which one divides the other", where
             )
     return min(ours.page_tokens, theirs.page_tokens)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvconnect.protocol.tickets import TICKET_KEY
+from kvconnect.protocol.handoff_request import TICKET_KEY
 from tests.engines.models import engine_args
 from tests.engines.pd import raw
 from tests.engines.scenario import (

@@ -25,7 +25,7 @@ from kvconnect.disaggregation.leases import Leases
 from kvconnect.engines.vllm import disaggregation, scheduler
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.errors import Misuse
-from kvconnect.protocol.tickets import TICKET_KEY
+from kvconnect.protocol.handoff_request import TICKET_KEY
 from tests.engines.overlap import Clock, Engine, Mode
 from tests.engines.siblings import CLAIMS, Sibling
 

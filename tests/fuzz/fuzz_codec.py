@@ -28,6 +28,8 @@ from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.protocol import (
     cache_messages,
     codec,
+    frames,
+    handoff_request,
     messages,
     nixl_messages,
     share_tickets,
@@ -131,7 +133,7 @@ CACHE_BODIES: list[dict[str, object]] = [
     {"model": "tiny", "prompt": [1, 2], "hint": "prewarm", "api_key": "key", "cache_salt": "s"},
     {"model": "tiny", "prompt": "a", "hint": "prefetch", "url": "http://a:1", "vllm_xargs": {}},
 ]
-HEADER = codec.pack_header(codec.FrameHeader(1, 2, 3, 4, 5, 6, 16))
+HEADER = frames.pack_header(frames.FrameHeader(1, 2, 3, 4, 5, 6, 16))
 NUMBERS = (0, 1, 2, 8, 64, -1, 1.5, 2**31, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, float("nan"))
 VALUES = (*NUMBERS, "", "x" * 300, b"", TRANSFER, None, True, [], [0] * 70, {}, {"a": 1})
 JSON_VALUES = (*NUMBERS, 1e308, 10**400, float("inf"), "", "\ud800", "x" * 300, None, True, [], {})
@@ -189,9 +191,9 @@ def fuzz_header(rng: random.Random) -> None:
     data = broken(rng, HEADER)
     if rng.random() < 0.5:  # with a checksum that fits, to get past it
         body = data[:60].ljust(60, b"\0")
-        data = body + codec._CRC.pack(codec.zlib.crc32(body))
-    header = codec.unpack_header(data)
-    assert codec.pack_header(header) == data
+        data = body + frames._CRC.pack(frames.zlib.crc32(body))
+    header = frames.unpack_header(data)
+    assert frames.pack_header(header) == data
 
 
 def fuzz_messages_in_pieces(rng: random.Random) -> None:
@@ -251,7 +253,9 @@ def fuzz_params(rng: random.Random) -> None:
     keys = ["do_remote_decode", "do_remote_prefill", "transfer_id", "kvconnect_ticket"]
     keys += ["kvconnect_card", "kvconnect_card_rank", "remote_block_ids", "tp_size"]
     values = (*VALUES, True, False, "0" * 32)
-    asked = tickets.parse_request({key: rng.choice(values) for key in keys if rng.random() < 0.6})
+    asked = handoff_request.parse_request(
+        {key: rng.choice(values) for key in keys if rng.random() < 0.6}
+    )
     if asked.role == "recv":
         tickets.verify(asked.ticket, KEY, NOW)
 

@@ -18,7 +18,7 @@ from contextlib import closing, suppress
 
 from kvconnect.disaggregation.messages import OfferBlocks, PrefillSource
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
-from kvconnect.protocol import codec, messages, nixl_messages, tickets
+from kvconnect.protocol import codec, frames, messages, nixl_messages, tickets
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import PROBE_READ_ID, GroupHello, Hello
@@ -83,9 +83,9 @@ class Wire:
     def send(self, read_id: int, unit: int, blocks: range, payload: bytes) -> None:
         """Send pages, with digests that are wrong."""
         first, count, nbytes = blocks.start, len(blocks), len(payload)
-        header = codec.FrameHeader(self._frames, read_id, unit, first, count, nbytes, 1)
+        header = frames.FrameHeader(self._frames, read_id, unit, first, count, nbytes, 1)
         self._frames += 1
-        self.data_connections[0].sendall(codec.pack_header(header) + payload + bytes(8 * count))
+        self.data_connections[0].sendall(frames.pack_header(header) + payload + bytes(8 * count))
 
     def close(self) -> None:
         """Close it once the other side has heard everything, or ended it."""
@@ -362,8 +362,8 @@ def _send_pages(wire: Wire, rng: random.Random, read_id: int, unit: int, block: 
 def _frame(rng: random.Random) -> bytes:
     read_id = rng.choice([0, 1, 2, PROBE_READ_ID, PROBE_READ_ID + 1])
     nbytes = rng.choice([1, 100, 65536])
-    header = codec.FrameHeader(0, read_id, rng.randrange(4), 0, rng.choice([1, 16]), nbytes, 1)
-    return codec.pack_header(header) + rng.randbytes(min(nbytes, 100))
+    header = frames.FrameHeader(0, read_id, rng.randrange(4), 0, rng.choice([1, 16]), nbytes, 1)
+    return frames.pack_header(header) + rng.randbytes(min(nbytes, 100))
 
 
 # About NIXL -------------------------------------------------------------------------------------

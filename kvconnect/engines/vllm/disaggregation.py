@@ -28,7 +28,7 @@ from kvconnect.engines.vllm.states import asks_one_token, drop_last_token
 from kvconnect.engines.vllm.tickets import TicketIssuer
 from kvconnect.errors import Refused
 from kvconnect.offload.jobs import NULL_BLOCK
-from kvconnect.protocol.tickets import (
+from kvconnect.protocol.handoff_request import (
     STANDING_TICKET_KEY,
     TICKET_KEY,
     HandoffRequest,

@@ -8,14 +8,8 @@ from typing import Any, NamedTuple
 from kvconnect.disaggregation.messages import PrefillSource
 from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.errors import Refused
-from kvconnect.protocol.tickets import (
-    STANDING_TICKET_KEY,
-    TICKET_KEY,
-    HandoffRequest,
-    Ticket,
-    issue,
-    verify,
-)
+from kvconnect.protocol.handoff_request import STANDING_TICKET_KEY, TICKET_KEY, HandoffRequest
+from kvconnect.protocol.tickets import Ticket, issue, verify
 from kvconnect.transport.security import Keys
 from kvconnect.types import TransferId
 

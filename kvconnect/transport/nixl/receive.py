@@ -11,7 +11,8 @@ from functools import partial
 
 from kvconnect.errors import ProtocolError, TransferFailed
 from kvconnect.protocol import nixl_messages
-from kvconnect.protocol.codec import DIGEST_BYTES, MAX_MESSAGE, digested
+from kvconnect.protocol.codec import MAX_MESSAGE
+from kvconnect.protocol.frames import DIGEST_BYTES, digested
 from kvconnect.protocol.nixl_messages import (
     Destinations,
     PagesWritten,

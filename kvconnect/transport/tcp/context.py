@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvconnect.errors import Misuse
-from kvconnect.protocol.codec import digested
+from kvconnect.protocol.frames import digested
 from kvconnect.protocol.nixl_messages import NixlMessage
 from kvconnect.transport import page_io
 from kvconnect.transport.base import (

@@ -12,7 +12,7 @@ from functools import partial
 
 from kvconnect import threads
 from kvconnect.errors import Incompatible, KVConnectError, ProtocolError
-from kvconnect.protocol.codec import (
+from kvconnect.protocol.frames import (
     DIGEST_BYTES,
     HEADER_BYTES,
     FrameHeader,

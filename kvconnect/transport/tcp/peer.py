@@ -12,13 +12,8 @@ from functools import partial
 from kvconnect.errors import ProtocolError, contained
 from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.auth import Opening
-from kvconnect.protocol.codec import (
-    MAX_MESSAGE,
-    NixlPayload,
-    pack_greeting,
-    stricter,
-    unpack_greeting,
-)
+from kvconnect.protocol.codec import MAX_MESSAGE, NixlPayload, pack_greeting, unpack_greeting
+from kvconnect.protocol.frames import stricter
 from kvconnect.transport.base import (
     ConnectionOptions,
     MessageReceived,

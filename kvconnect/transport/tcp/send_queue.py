@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.protocol.codec import FrameHeader
+from kvconnect.protocol.frames import FrameHeader
 from kvconnect.transport.base import (
     Drained,
     EventQueue,

@@ -13,13 +13,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening
-from kvconnect.protocol.codec import (
-    FrameHeader,
-    MessageReader,
-    pack_greeting,
-    pack_header,
-    pack_message,
-)
+from kvconnect.protocol.codec import MessageReader, pack_greeting, pack_message
+from kvconnect.protocol.frames import FrameHeader, pack_header
 from kvconnect.testing.buffers import plain_unit
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import ConnectedPair, Side

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvconnect.errors import Misuse, ProtocolError
-from kvconnect.protocol.codec import FrameHeader
+from kvconnect.protocol.frames import FrameHeader
 from kvconnect.testing.buffers import plain_unit
 from kvconnect.transport.base import (
     MAX_UNREAD_BYTES,
