@@ -23,7 +23,7 @@ from kvconnect.cache.keys import TENANT_BYTES, tenant_of
 from kvconnect.config import parse_bytes
 from kvconnect.doctor import Finding, FindingsReport, checks, disk, models, transfers
 from kvconnect.doctor import flags as doctor_flags
-from kvconnect.doctor.peer_process import Task
+from kvconnect.doctor.peer_task import Task
 from kvconnect.errors import ConfigError
 from kvconnect.observability import report, top
 from kvconnect.observability.metrics import dashboards

@@ -14,7 +14,7 @@ import msgspec
 
 from kvconnect.config import NetworkConfig
 from kvconnect.doctor import Finding, FindingsReport
-from kvconnect.doctor.transfers import REFUSAL_FIXES
+from kvconnect.doctor.transfer_findings import REFUSAL_FIXES
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.cache_messages import (
@@ -79,6 +79,39 @@ class _Worker:
         if self.hello is None and self.finding is None:
             self.finding = Finding(self.address, "fail", value, fix)
 
+    def take(self, event: Event, say: Callable[[CacheMessage], None]) -> bool:
+        """Take an event; return whether no more is to be waited for."""
+        if isinstance(event, PeerUp):
+            self.paths, self.ends = "+".join(event.paths), event.ends
+            return False
+        if isinstance(event, PeerDown):
+            self.fail(event.reason, REFUSAL_FIXES.get(event.refused, _NOT_THERE))
+            return True
+        if not isinstance(event, MessageReceived):
+            return False
+        try:
+            message = decode(event.payload)
+            if isinstance(message, HostTierAddresses):
+                self.memory = message
+                return False
+            if self.hello is not None and isinstance(message, Found):
+                return True
+            if not isinstance(message, CacheHello):
+                raise ProtocolError(f"{type(message).__name__} before its hello")
+            self.hello = message
+        except ProtocolError as error:
+            self.fail(
+                str(error), "use the port of cache_peers, and a kvconnect of the same version"
+            )
+            return True
+        if not is_this_machine(self.host):
+            return True
+        # As an engine with the same blocks, it is told of the memory before its question is answered.
+        self.nonce = os.urandom(NONCE_BYTES)
+        say(msgspec.structs.replace(message, engine=os.urandom(16), nonce=self.nonce))
+        say(Ask(1, [_ANY_KEY]))
+        return False
+
 
 def examine(
     addresses: Sequence[str], key_file: str, tls_dir: str, wait_s: float = _WAIT_S
@@ -106,7 +139,7 @@ def examine(
             for event in transport.poll(left):
                 if event.peer in workers:
                     say = partial(_say, transport, event.peer)
-                    if _ended(workers[event.peer], event, say):
+                    if workers[event.peer].take(event, say):
                         waiting.discard(event.peer)
         for peer in waiting:
             workers[peer].fail(f"no answer within {wait_s:g} s", _SILENT)
@@ -119,38 +152,6 @@ def examine(
 
 def _say(transport: Transport, peer: PeerId, message: CacheMessage) -> None:
     transport.submit(PeerMessage(peer, encode(message)))
-
-
-def _ended(worker: _Worker, event: Event, say: Callable[[CacheMessage], None]) -> bool:
-    """Take an event; return whether no more is to be waited for."""
-    if isinstance(event, PeerUp):
-        worker.paths, worker.ends = "+".join(event.paths), event.ends
-        return False
-    if isinstance(event, PeerDown):
-        worker.fail(event.reason, REFUSAL_FIXES.get(event.refused, _NOT_THERE))
-        return True
-    if not isinstance(event, MessageReceived):
-        return False
-    try:
-        message = decode(event.payload)
-        if isinstance(message, HostTierAddresses):
-            worker.memory = message
-            return False
-        if worker.hello is not None and isinstance(message, Found):
-            return True
-        if not isinstance(message, CacheHello):
-            raise ProtocolError(f"{type(message).__name__} before its hello")
-        worker.hello = message
-    except ProtocolError as error:
-        worker.fail(str(error), "use the port of cache_peers, and a kvconnect of the same version")
-        return True
-    if not is_this_machine(worker.host):
-        return True
-    # As an engine with the same blocks, it is told of the memory before its question is answered.
-    worker.nonce = os.urandom(NONCE_BYTES)
-    say(msgspec.structs.replace(message, engine=os.urandom(16), nonce=worker.nonce))
-    say(Ask(1, [_ANY_KEY]))
-    return False
 
 
 def _findings(workers: Sequence[_Worker], here: HostArena) -> list[Finding]:

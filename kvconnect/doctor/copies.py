@@ -84,10 +84,11 @@ class _Bench:
         for direction in _KINDS:
             copy, whole = [], []
             for number in range(rounds + 1):  # the first round is verified, not counted
-                pages = self._pick(page)
-                seconds = self._seconds(direction, partial(getattr(copier, direction), 0, *pages))
-                if not number and (wrong := self._wrong(page, *pages)):
-                    value = f"{wrong} of {len(pages[0])} pages were copied wrong"
+                blocks, slots = self._pick(page)
+                move = partial(getattr(copier, direction), 0, blocks, slots)
+                seconds = self._seconds(direction, move)
+                if not number and (wrong := self._wrong(page, blocks, slots)):
+                    value = f"{wrong} of {len(blocks)} pages were copied wrong"
                     fix = "do not offload here: check memory, and report this"
                     return [Finding(f"{direction} {label}", "fail", value, fix)], figures
                 large = self._seconds(direction, partial(self._memcpy, direction))

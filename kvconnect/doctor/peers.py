@@ -22,13 +22,12 @@ from kvconnect.doctor.exchange import (
     DoctorMessage,
     SocketTestPort,
     SocketTestRequest,
-    SocketTestServer,
     SourceClosed,
     TransferRequest,
     decode,
     encode,
-    measure_sockets,
 )
+from kvconnect.doctor.plain_sockets import SocketTestServer, measure_sockets
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
 from kvconnect.transport.base import (
     Disconnect,

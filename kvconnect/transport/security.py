@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvconnect.config import NetworkConfig
 from kvconnect.errors import ConfigError
@@ -125,7 +125,14 @@ def security_of(config: NetworkConfig) -> Security:
         ConfigError: as of :func:`read_key` and :func:`tls_files`.
     """
     tls = tls_files(config.tls_dir)
-    return Security(read_key(config), config.peers, *tls, key_file=config.key_file)
+    return Security(
+        key=read_key(config),
+        allowed=config.peers,
+        tls_cert=tls.certificate,
+        tls_key=tls.private_key,
+        tls_ca=tls.authority,
+        key_file=config.key_file,
+    )
 
 
 def record_keys(config: NetworkConfig) -> Callable[[], tuple[bytes, tuple[bytes, ...]]] | None:
@@ -187,21 +194,29 @@ def _is_weak(key: bytes) -> bool:
     return len(key) < _SHORTEST_KEY or len(set(key)) < _FEWEST_VALUES
 
 
-def tls_files(folder: str) -> tuple[str, str, str]:
-    """Return the paths of certificate, private key and authority; all "" without a folder.
+class TlsFiles(NamedTuple):
+    """Paths of one side's certificate and private key, and of the authority; all "" without TLS."""
+
+    certificate: str = ""
+    private_key: str = ""
+    authority: str = ""
+
+
+def tls_files(folder: str) -> TlsFiles:
+    """Return the paths in ``folder``; empty ones without a folder.
 
     Raises:
         ConfigError: a file is missing, or others may change the private key.
     """
     if not folder:
-        return "", "", ""
+        return TlsFiles()
     paths = [Path(folder, name) for name in _TLS_FILES]
     for path in paths:
         if not path.is_file():
             raise ConfigError("tls_dir", folder, f"{path.name} is missing in it")
     certificate, key, authority = map(str, paths)
     check_owner("tls_dir", key, os.stat(key))
-    return certificate, key, authority
+    return TlsFiles(certificate, key, authority)
 
 
 # Trusted addresses, and the TLS contexts of both sides.

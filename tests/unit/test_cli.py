@@ -13,7 +13,7 @@ import pytest
 import kvconnect
 from kvconnect import cli
 from kvconnect.doctor import Finding, FindingsReport, Status, checks, disk, engines, transfers
-from kvconnect.doctor.peer_process import Task
+from kvconnect.doctor.peer_task import Task
 
 
 def doctor_says(monkeypatch: pytest.MonkeyPatch, *statuses: Status) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvconnect.doctor import Finding, FindingsReport, peer_process, transfers
+from kvconnect.doctor import Finding, FindingsReport, peer_main, transfers
 from kvconnect.doctor.buffers import (
     HostBuffer,
     cuda_unavailable_reason,
@@ -26,20 +26,13 @@ from kvconnect.doctor.buffers import (
     pattern,
 )
 from kvconnect.doctor.exchange import (
-    CpuRequest,
     CpuSeconds,
     DoctorHello,
-    DoctorMessage,
-    SocketTestPort,
-    SocketTestRequest,
-    SocketTestServer,
-    SourceClosed,
     TransferRequest,
-    decode,
     encode,
-    measure_sockets,
 )
-from kvconnect.doctor.peer_process import PeerProcess, Result, SourceReady, Task, last_error
+from kvconnect.doctor.peer_process import PeerProcess, last_error
+from kvconnect.doctor.peer_task import Result, SourceReady, Task
 from kvconnect.doctor.peers import DoctorReader, DoctorSource, Sizes
 from kvconnect.errors import ConfigError, ProtocolError, Refused, TransferFailed
 from kvconnect.testing.proxy import FaultProxy
@@ -161,7 +154,7 @@ def test_listening_says_where_and_ends_when_told() -> None:
 def test_a_transport_that_is_not_there_is_a_warning_with_its_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, made = peer_process.make_transport, []
+    real, made = peer_main.make_transport, []
 
     def make(name: str, *rest: object) -> object:
         made.append(name)
@@ -169,9 +162,9 @@ def test_a_transport_that_is_not_there_is_a_warning_with_its_fix(
             raise ConfigError("transport", "nixl", "pip install nixl-cu12")
         return real(name, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(peer_process, "make_transport", make)
+    monkeypatch.setattr(peer_main, "make_transport", make)
     with served() as source:
-        result = peer_process.read(task(source.port, path="all"))
+        result = peer_main.read(task(source.port, path="all"))
     assert made == ["nixl", "tcp"]
     assert [measured.path for measured in result.measured] == ["tcp"]
     assert result.nixl_problem.reason == "not usable: transport='nixl'"
@@ -253,7 +246,7 @@ def test_a_connection_that_is_cut_in_the_middle_ends_with_a_finding() -> None:
 
 KILLED = """
 import os, sys
-from kvconnect.doctor import peer_process, peers
+from kvconnect.doctor import peer_main, peers
 
 asked = []
 
@@ -264,7 +257,7 @@ def die(self, peer, ask):
     send(self, peer, ask)
 
 send, peers.DoctorSource._send = peers.DoctorSource._send, die
-peer_process.main()
+peer_main.main()
 """
 
 
@@ -379,49 +372,6 @@ def test_no_two_grains_of_the_pattern_are_alike() -> None:
 
 # The exchange ------------------------------------------------------------------------------------
 
-MESSAGES: list[DoctorMessage] = [
-    DoctorHello(4096, "cpu"),
-    TransferRequest(1, 4096, [0, 5]),
-    CpuRequest(),
-    CpuSeconds(1.5),
-    SocketTestRequest(2, 1 << 20),
-    SocketTestPort(7000, bytes(16)),
-    SourceClosed("because"),
-]
-
-
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_messages_arrive_as_they_were(message: DoctorMessage) -> None:
-    assert decode(encode(message)) == message
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        DoctorHello(0, "cpu"),
-        DoctorHello(1, "x" * 65),
-        TransferRequest(0, 4096, [0]),
-        TransferRequest(1, 0, [0]),
-        TransferRequest(1, 4096, []),
-        TransferRequest(1, 4096, [-1]),
-        TransferRequest(1, 4096, [0] * ((1 << 16) + 1)),
-        SocketTestRequest(0, 1),
-        SocketTestRequest(17, 1),
-        SocketTestRequest(1, 1 << 33),
-        SocketTestPort(0, bytes(16)),
-        SocketTestPort(1, b"short"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(message: DoctorMessage) -> None:
-    with pytest.raises(ProtocolError):
-        decode(encode(message))
-
-
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"hello", bytes((1 << 20) + 1)])
-def test_what_is_no_message_is_refused(payload: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode(payload)
-
 
 @pytest.mark.parametrize(
     ("payload", "reason"),
@@ -489,35 +439,6 @@ def test_something_else_at_the_address_is_named(answer: bytes, reason: str) -> N
         reading(other.port),
     ):
         raise AssertionError("it was taken for a source")
-
-
-# Plain sockets -----------------------------------------------------------------------------------
-
-
-def test_plain_sockets_are_measured() -> None:
-    server = SocketTestServer(LOOP, 2, 3_000_000)
-    try:
-        address = (LOOP, server.port)
-        assert measure_sockets(address, server.word, [3_000_000, 3_000_000], 2) > 0
-    finally:
-        server.close()
-
-
-def test_plain_sockets_serve_only_who_knows_the_word() -> None:
-    server = SocketTestServer(LOOP, 1, 1000)
-    try:
-        with pytest.raises(OSError):
-            measure_sockets((LOOP, server.port), bytes(16), [1000], 1)
-    finally:
-        server.close()
-
-
-def test_plain_sockets_that_nobody_uses_end_when_told() -> None:
-    before = threading.active_count()
-    server = SocketTestServer(LOOP, 2, 1000)
-    assert threading.active_count() == before + 2
-    server.close()
-    assert threading.active_count() == before
 
 
 def test_a_refused_reader_is_told_apart_from_a_broken_one() -> None:

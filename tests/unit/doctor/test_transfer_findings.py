@@ -1,14 +1,14 @@
-"""What the figures of ``doctor transport`` mean."""
+"""Findings of ``doctor transport``: what its figures mean."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvconnect.doctor import Finding
-from kvconnect.doctor.peer_process import Problem, Result
+from kvconnect.doctor.peer_task import Problem, Result
 from kvconnect.doctor.peers import PathMeasurement
 from kvconnect.doctor.route import Route
-from kvconnect.doctor.transfers import Environment, RequiredPaths, judge
+from kvconnect.doctor.transfer_findings import Environment, RequiredPaths, judge
 
 GB = 10**9
 OVER_TCP = Route(("tcp/eth0",), "zero-copy")
