@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any, NoReturn, TextIO
+
+Refuse = Callable[[str], NoReturn]
+"""Ends a command with a usage error."""
 
 
 def plain(text: str) -> str:

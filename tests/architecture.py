@@ -36,9 +36,10 @@ LAYERS = (
     {"observability"},
     {"router"},
     {"engines", "testing", "doctor", "__init__"},
+    {"commands"},
     {"cli"},
 )
-"""L0 to L8. An import goes to a lower layer or stays inside its folder; L0 counts as one folder."""
+"""L0 to L9. An import goes to a lower layer or stays inside its folder; L0 counts as one folder."""
 
 FOREIGN = {
     "msgspec": ("",),

@@ -106,7 +106,8 @@ class _Worker:
             return True
         if not is_this_machine(self.host):
             return True
-        # As an engine with the same blocks, it is told of the memory before its question is answered.
+        # As an engine with the same blocks, it is told of the memory before its question is
+        # answered.
         self.nonce = os.urandom(NONCE_BYTES)
         say(msgspec.structs.replace(message, engine=os.urandom(16), nonce=self.nonce))
         say(Ask(1, [_ANY_KEY]))

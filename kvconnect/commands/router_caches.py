@@ -8,15 +8,14 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvconnect.commands.cache_lines import lines_of_engine, lines_of_prompt
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.api_keys import parse_api_keys
 from kvconnect.secret_files import read_secret_text
-from kvconnect.terminal import plain
 
 COMMANDS = {
     "prewarm": "have a prompt computed and stored",
@@ -70,8 +69,15 @@ def _add_prompt_flags(parser: argparse.ArgumentParser, *, required: bool) -> Non
     add("--engine", default="", metavar="URL", help="only this engine of a router (default: all)")
 
 
-def ask_router(arguments: argparse.Namespace) -> tuple[int, str]:
-    """Ask a router; return the exit code and its answer as JSON. 1: an engine has failed.
+class RouterAnswer(NamedTuple):
+    """The exit code, 1 if an engine has failed, and the text to show."""
+
+    code: int
+    text: str
+
+
+def ask_router(arguments: argparse.Namespace) -> RouterAnswer:
+    """Ask a router; return its answer as JSON.
 
     Raises:
         ConfigError: a file cannot be read, or the router refuses.
@@ -79,7 +85,7 @@ def ask_router(arguments: argparse.Namespace) -> tuple[int, str]:
     body = json.dumps({**_body(arguments), "hint": arguments.what}).encode()
     engines = _engines_of(f"{arguments.router.rstrip('/')}/cache", arguments, body)
     failed = any("error" in engine for engine in engines)
-    return int(failed), json.dumps({"engines": engines}, indent=2)
+    return RouterAnswer(int(failed), json.dumps({"engines": engines}, indent=2))
 
 
 def is_router(place: str) -> bool:
@@ -87,19 +93,20 @@ def is_router(place: str) -> bool:
     return place.startswith(_URL)
 
 
-def router_stats(arguments: argparse.Namespace) -> tuple[int, str]:
-    """Ask the router ``arguments.folder`` what caches hold, of a prompt if one is given; return
-    the exit code and the text. 1: an engine does not say it.
+def router_stats(arguments: argparse.Namespace) -> RouterAnswer:
+    """Ask the router ``arguments.folder`` what caches hold, of a prompt if one is given.
+
+    The exit code is 1 if an engine does not say it.
 
     Raises:
         ConfigError: a file cannot be read, or the router refuses.
     """
     if not arguments.admin_token_file:
         raise ConfigError("admin-token-file", "", "name the file of the router's admin token")
-    url, lines = f"{arguments.folder.rstrip('/')}/cache", _lines
+    url, lines = f"{arguments.folder.rstrip('/')}/cache", lines_of_engine
     if arguments.prompt is not None or arguments.request:
         body = json.dumps(_body(arguments)).encode()
-        engines, lines = _engines_of(f"{url}/stats", arguments, body), _lines_of_prompt
+        engines, lines = _engines_of(f"{url}/stats", arguments, body), lines_of_prompt
     elif arguments.api_key_file or arguments.tokens:
         raise ConfigError("prompt", "", "--api-key-file and --tokens need --prompt or --request")
     else:
@@ -108,8 +115,9 @@ def router_stats(arguments: argparse.Namespace) -> tuple[int, str]:
         engines = _engines_of(f"{url}?{query}", arguments)
     failed = any("error" in engine for engine in engines)
     if arguments.json:
-        return int(failed), json.dumps({"engines": engines}, indent=2)
-    return int(failed), "\n".join(line for engine in engines for line in lines(engine))
+        return RouterAnswer(int(failed), json.dumps({"engines": engines}, indent=2))
+    text = "\n".join(line for engine in engines for line in lines(engine))
+    return RouterAnswer(int(failed), text)
 
 
 def _engines_of(
@@ -167,79 +175,3 @@ def _text(field: str, path: str) -> str:
         return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(field, path, f"name a file that can be read: {error}") from error
-
-
-# The caches of one engine, in lines ---------------------------------------------------------------
-
-
-def _lines(engine: Mapping[str, Any]) -> Iterator[str]:
-    state = "draining" if engine["draining"] else "up" if engine["up"] else "down"
-    names = (engine["role"], engine["url"], engine["engine"], state, ", ".join(engine["models"]))
-    yield plain("  ".join(names))
-    rows = {
-        "error": engine.get("error"),
-        "host": _host(engine.get("host", {})),
-        **{name: _tier(tier) for name, tier in engine.get("tiers", {}).items()},
-        "prompts": _prompts(engine),
-        **{f"hints {name}": _counts(row) for name, row in engine.get("hints", {}).items()},
-        "peers": _peers(engine.get("peers", {})),
-    }
-    for name, text in rows.items():
-        if text:
-            yield plain(f"    {name:<14}  {text}")
-
-
-def _lines_of_prompt(engine: Mapping[str, Any]) -> Iterator[str]:
-    rank = "" if engine["rank"] is None else f"  rank {engine['rank']}"
-    if "error" in engine:
-        said = engine["error"]
-    else:
-        said = f"{engine['tokens']} of {engine['prompt_tokens']} tokens"
-        said = ": ".join(filter(None, (said, _counts(engine["tiers"]))))
-    yield plain(f"{engine['role']}  {engine['url']}{rank}  {said}")
-
-
-def _host(host: Mapping[str, float]) -> str:
-    parts = (
-        _of(host, "blocks", lambda blocks: f"{blocks:.0f}", " blocks"),
-        _of(host, "bytes", _mib, " MiB"),
-        *(
-            f"{host[f'blocks_{k}']:.0f} {k}"
-            for k in ("pinned", "retained")
-            if f"blocks_{k}" in host
-        ),
-    )
-    return ", ".join(filter(None, parts))
-
-
-def _tier(tier: Mapping[str, Any]) -> str:
-    used = _of(tier, "bytes", _mib, " MiB")
-    return ", ".join(filter(None, (used, "available" if tier["available"] else "not available")))
-
-
-def _prompts(engine: Mapping[str, Any]) -> str:
-    tokens = _counts(engine.get("prompt_tokens", {}))
-    return f"tokens {tokens}; {engine['hit_share']:.1%} not computed" if tokens else ""
-
-
-def _peers(peers: Mapping[str, float]) -> str:
-    sizes = (
-        f"{k} {_mib(peers[f'bytes_{k}'])} MiB" for k in ("read", "served") if f"bytes_{k}" in peers
-    )
-    refused = f"{peers['blocks_refused']:.0f} blocks refused" if "blocks_refused" in peers else ""
-    return ", ".join(filter(None, (*sizes, refused)))
-
-
-def _counts(row: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.0f}" for name, value in row.items() if value)
-
-
-def _of(row: Mapping[str, Any], name: str, show: Callable[[float], str], unit: str) -> str:
-    used, capacity = row.get(f"{name}_used"), row.get(f"{name}_capacity")
-    if used is None:
-        return ""
-    return f"{show(used)}{'' if capacity is None else f' of {show(capacity)}'}{unit}"
-
-
-def _mib(nbytes: float) -> str:
-    return f"{nbytes / 2**20:.1f}"

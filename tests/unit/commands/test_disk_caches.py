@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvconnect.cache.keys import block_key, tenant_of
-from kvconnect.cli import main, parse_seconds, parse_tenant
+from kvconnect.cli import main
+from kvconnect.commands.disk_caches import parse_seconds, parse_tenant
 from kvconnect.errors import ConfigError
 from kvconnect.testing.buffers import payload_of, spoil_files
 from kvconnect.tiers.backends import BlockOutcome

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvconnect import cli
+from kvconnect.commands import router
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.options import (
     AdminAccess,
@@ -36,8 +37,8 @@ def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> RouterOptions:
     """What the command line asks the router to serve."""
     calls: list[Any] = []
     app = type("App", (), {"serve": staticmethod(lambda *arguments: calls.append(arguments))})
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: app)
-    monkeypatch.setattr(cli, "log_to_stderr", lambda: None)
+    monkeypatch.setattr(router.importlib, "import_module", lambda name: app)
+    monkeypatch.setattr(router, "log_to_stderr", lambda: None)
     assert cli.main(argv) == 0
     ((options,),) = calls
     assert isinstance(options, RouterOptions)

@@ -1,0 +1,39 @@
+"""``kvconnect router``: serves until a signal stops it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from functools import partial
+from typing import Any
+
+from kvconnect import extras
+from kvconnect.errors import ConfigError
+from kvconnect.router import flags
+from kvconnect.terminal import Refuse, log_to_stderr, say
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to ``commands``, a result of ``ArgumentParser.add_subparsers``."""
+    parser = commands.add_parser("router", help="serve prefill and decode engines as one")
+    flags.add_flags(parser)
+    parser.set_defaults(run=partial(run_router, parser.error))
+
+
+def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
+    """Run the router until a signal stops it; return the exit code."""
+    if lacking := extras.what_to_install(flags.extras_of(arguments)):
+        refuse(lacking)
+    app = importlib.import_module("kvconnect.router.app")
+    try:
+        options = flags.options_of(arguments)
+    except ConfigError as error:
+        refuse(f"--{error.field} {error.value}: {error.fix}")
+    log_to_stderr()
+    try:
+        app.serve(options)
+    except (ConfigError, OSError) as error:
+        say(f"kvconnect router: {error}", to=sys.stderr)
+        return 1
+    return 0
