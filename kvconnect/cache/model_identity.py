@@ -128,6 +128,16 @@ def model_name(
     return f"{weights} {digest.hexdigest()}"
 
 
+def adapter_name(path: str) -> str:
+    """Return a name for a LoRA adapter that is the same in all engines; "" if its files cannot be
+    read."""
+    try:
+        return model_name(path, None, {}, "adapter_config.json")
+    except (Incompatible, OSError) as error:
+        logger.warning("the weights of adapter %s are not known: %s", path, error)
+        return ""
+
+
 def loaded_files(
     model: str, revision: str | None, cache: str | None = None, consolidated: bool = False
 ) -> str:

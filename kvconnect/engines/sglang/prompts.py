@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
 from kvconnect.bounded import remember
-from kvconnect.cache.model_identity import model_name
-from kvconnect.errors import Incompatible
+from kvconnect.cache.model_identity import adapter_name
 from kvconnect.protocol.prompts import PromptIdentity, identify
-
-logger = logging.getLogger(__name__)
 
 _MOST_ADAPTERS = 4096  # whose digests are kept; others are made again
 # SGLang appends the size of an elastic expert-parallel engine to a request's extra key.
@@ -32,7 +28,7 @@ class AdapterContents:
             return "", lora_id
         digest = self._digests.get(lora_id)
         if digest is None:
-            digest = _digest(str(loaded.lora_path))
+            digest = adapter_name(str(loaded.lora_path))
             remember(self._digests, lora_id, digest, _MOST_ADAPTERS)
         return str(loaded.lora_name), digest
 
@@ -56,11 +52,3 @@ def prompt_identity(req: Any, scheduler: Any, adapters: AdapterContents) -> Prom
     hashes = [str(item.hash) for item in media]
     context = adapter, req.cache_salt, _OF_THIS_ENGINE.sub("", extra_key), hashes
     return identify(ids, context)
-
-
-def _digest(path: str) -> str:
-    try:
-        return model_name(path, None, {}, "adapter_config.json")
-    except (Incompatible, OSError) as error:
-        logger.warning("the weights of adapter %s are not known: %s", path, error)
-        return ""

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvconnect.bounded import remember
-from kvconnect.cache.model_identity import model_folder, model_name
+from kvconnect.cache.model_identity import adapter_name, model_folder
 from kvconnect.engines.vllm import translate
-from kvconnect.errors import Incompatible
 from kvconnect.protocol.prompts import PromptIdentity
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class Adapters:
         path, files = lora.lora_path, _files(lora.lora_path)
         known = self._contents.get(path)
         if known is None or known[0] != files:
-            known = files, _digest(path)
+            known = files, adapter_name(path)
         remember(self._contents, path, known, MOST_DIGESTS)
         return known[1]
 
@@ -116,14 +115,6 @@ class Adapters:
         """See :func:`translate.prompt_identity`."""
         lora = request.lora_request
         return translate.prompt_identity(request, self.contents(lora) if lora else "")
-
-
-def _digest(path: str) -> str:
-    try:
-        return model_name(path, None, {}, "adapter_config.json")
-    except (Incompatible, OSError) as error:
-        logger.warning("the weights of adapter %s are not known: %s", path, error)
-        return ""
 
 
 def _files(path: str) -> tuple[_File, ...]:
