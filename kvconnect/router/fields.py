@@ -52,7 +52,8 @@ def permitted(engine: Engine, path: str, body: Body, permissions: Permissions) -
     passed = kind.passed.get(_ALIASES.get(path, path), _NONE)
     dropped: tuple[str, ...] = ()
     if not body.keys() <= passed:
-        others = {name for name in body if name not in passed | permissions.named}
+        listed = passed | permissions.named
+        others = {name for name in body if name not in listed}
         kept = {name for name in others if _passes(kind, name, permissions)}
         dropped = tuple(sorted((others - kept) & kind.dropped))
         body = {name: value for name, value in body.items() if name in kept or name not in others}
@@ -265,7 +266,7 @@ _SGLANG = Decisions(
             _SGLANG_MEDIA,
             "cache_salt extra_key image_max_dynamic_patch images_config input_embeds input_ids",
             "logprob_start_len lora_path max_dynamic_patch max_thinking_tokens min_dynamic_patch",
-            "mm_processor_kwargs model require_reasoning return_entropy",
+            "mm_processor_kwargs model require_reasoning",
             "return_entropy return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs",
             "return_flat_raw_top_logprobs_b64 return_hidden_states return_indexer_topk",
             "return_logprob return_prompt_token_ids return_routed_experts return_sampling_mask",
