@@ -186,6 +186,19 @@ def model_dir(name: str) -> Path:
     return target
 
 
+def change_weights(folder: Path) -> None:
+    """Overwrite the weights of a checkpoint with others."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    rng = torch.Generator().manual_seed(5)
+    weights = load_file(path)
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weight.copy_(torch.randn(weight.shape, generator=rng) * weight.std())
+    save_file(weights, path, metadata={"format": "pt"})
+
+
 def engine_blocks(name: str, blocks: int) -> int:
     """How many of the engine's blocks hold as much as ``blocks`` of ``BLOCK_SIZE`` tokens. On a CPU
     without AMX, vLLM's latent attention takes blocks of 16 tokens, whatever it is told."""

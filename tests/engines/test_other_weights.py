@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from tests.engines.models import model_dir
+from tests.engines.models import change_weights, model_dir
 from tests.engines.pd import (
     Pair,
     assert_quiet,
@@ -32,17 +30,6 @@ from tests.engines.scenario import (
     settle,
 )
 from tests.engines.server import Answer, Server, kv_transfer
-
-
-def change(folder: Path) -> None:
-    """Overwrite the weights of a checkpoint with others."""
-    path = folder / "model.safetensors"
-    rng = torch.Generator().manual_seed(5)
-    weights = load_file(path)
-    for name, weight in weights.items():
-        if "k_proj" in name or "v_proj" in name:
-            weight.copy_(torch.randn(weight.shape, generator=rng) * weight.std())
-    save_file(weights, path, metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -75,7 +62,7 @@ def test_updated_alike_engines_meet_and_others_do_not(
     moved = received_bytes(d)
     assert moved > 0
 
-    change(folders[0])
+    change_weights(folders[0])
     reload(p)
     offer = standing_ticket(p)
     with one_clean_error():
@@ -87,7 +74,7 @@ def test_updated_alike_engines_meet_and_others_do_not(
         (line, *_) = [line for line in log.splitlines() if "weights is 'files" in line]
         assert "on the decode side" in line and "on the prefill side" in line
 
-    change(folders[1])
+    change_weights(folders[1])
     reload(d)
     p.post("/reset_prefix_cache?reset_external=true")
     second = pull(p, d, asked[0], NEW)
@@ -118,7 +105,7 @@ def test_stored_blocks_are_of_the_weights_that_they_were_computed_with(
     with Server("llama", settings, args=("--model", str(folder))) as server:
         first = server.complete(prompt, NEW).tokens
         settle(server)
-        change(folder)
+        change_weights(folder)
         reload(server)
         settle(server)
         second = server.complete(prompt, NEW)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-
-from tests.engines.models import model_dir, prompt_tokens
+from tests.engines.models import change_weights, model_dir, prompt_tokens
 from tests.engines.scenario import FULL, HOST, NEW, PROMPT, assert_nothing_leaks
 from tests.engines.server import Answer, Server, events, kv_transfer
 
@@ -20,17 +17,6 @@ def ask(server: Server, start: int = 0) -> Answer:
     server.settle()
     server.post("/reset_prefix_cache")
     return server.complete(prompt_tokens(PROMPT, start), NEW)
-
-
-def change(folder: Path) -> None:
-    """Overwrite the weights of a checkpoint with others."""
-    path = folder / "model.safetensors"
-    rng = torch.Generator().manual_seed(5)
-    weights = load_file(path)
-    for name, weight in weights.items():
-        if "k_proj" in name or "v_proj" in name:
-            weight.copy_(torch.randn(weight.shape, generator=rng) * weight.std())
-    save_file(weights, path, metadata={"format": "pt"})
 
 
 def test_sleep_pauses_and_new_weights(tmp_path: Path) -> None:
@@ -60,7 +46,7 @@ def test_sleep_pauses_and_new_weights(tmp_path: Path) -> None:
         assert server.metric("vllm:num_preemptions_total") == 1, "it was still running"
 
         ask(server)
-        change(folder)
+        change_weights(folder)
         server.post("/collective_rpc", {"method": "reload_weights"})
         stale = ask(server)
         assert stale.cached == FULL, "control: nobody told the connector"

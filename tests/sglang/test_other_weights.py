@@ -8,26 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from tests.engines.models import model_dir, prompt_tokens
+from tests.engines.models import change_weights, model_dir, prompt_tokens
 from tests.sglang.pd import ask, decode_server, prefill_server, side_by_side
 from tests.sglang.scenario import NEW
 from tests.sglang.server import SglangServer
 
 REFUSED = "sglang:kvconnect_handoff_refused_total"
-
-
-def change(folder: Path) -> None:
-    """Overwrite the weights of a checkpoint with others."""
-    path = folder / "model.safetensors"
-    rng = torch.Generator().manual_seed(5)
-    weights = load_file(path)
-    for name, weight in weights.items():
-        if "k_proj" in name or "v_proj" in name:
-            weight.copy_(torch.randn(weight.shape, generator=rng) * weight.std())
-    save_file(weights, path, metadata={"format": "pt"})
 
 
 def update(server: SglangServer, folder: Path, version: str | None = None) -> None:
@@ -38,7 +25,7 @@ def update(server: SglangServer, folder: Path, version: str | None = None) -> No
 def test_servers_with_other_weights_do_not_hand_off_until_both_are_updated(tmp_path: Path) -> None:
     folder = tmp_path / "llama"
     shutil.copytree(model_dir("llama"), folder)
-    change(folder)
+    change_weights(folder)
     p, d = prefill_server(), decode_server()
     with side_by_side(p, d):
         first = ask(p, d, prompt_tokens(200), NEW).tokens
