@@ -65,6 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 LONGEST = (
     "tests/engines/",
     "tests/unit/copy/test_ordering.py",
+    "tests/unit/project/test_benchmarks.py",
     "tests/unit/router/test_hostile.py",
     "tests/unit/transport/",
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,20 @@ def smoke(
 
     ``folder`` takes its results, and is where it runs.
     """
+    monkeypatch.setattr(sys, "path", [*sys.path])
     module = importlib.import_module(f"benchmarks.{name}")
     for constant, value in sizes.items():
         monkeypatch.setattr(module, constant, value)
     monkeypatch.setattr(common, "RESULTS", folder)
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.chdir(folder)
-    module.main()
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    try:
+        module.main()
+    finally:  # what a process of its own may change
+        os.environ.clear()
+        os.environ.update(environment)
+        signal.signal(signal.SIGTERM, handler)
     (result,) = folder.glob("*.json")
     figures: dict[str, Any] = json.loads(result.read_text())["figures"]
     return figures

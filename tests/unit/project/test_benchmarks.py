@@ -8,6 +8,8 @@ Figures mean nothing here. Benchmarks that start servers get servers without a m
 from __future__ import annotations
 
 import ast
+import gc
+import logging
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -70,7 +72,7 @@ def test_the_hand_off_s_benchmark_ends_with_an_error_after_a_rename(
 @pytest.mark.smokes("sharing")
 def test_sharing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_model_servers(monkeypatch)
-    found = run("sharing", "--rounds", "1", "--requests", "20", POLLS_S=0.0, STREAM=50)
+    found = run("sharing", "--rounds", "1", "--requests", "20", POLLS_S=0.0)
     assert found["receipt_mismatch"] == found["wrong_tokens"] == 0
     assert {"ttft_peer_over_host_2k_apart", "server_slowdown_apart"} <= found.keys()
 
@@ -248,12 +250,13 @@ def test_transport(run: Any) -> None:
 @pytest.mark.smokes("plan")
 def test_plan(run: Any) -> None:
     small = {"PROMPT_BLOCKS": 256, "PROMPTS": 8, "SLOTS": 8 * 256, "RUNNING": 16}
-    assert run("plan", "--rounds", "1", **small, INTERVAL=2000)
+    garbage = SimpleNamespace(collect=gc.collect, freeze=int, unfreeze=int)
+    assert run("plan", "--rounds", "1", **small, INTERVAL=2000, gc=garbage)
 
 
 @pytest.mark.smokes("router", "fake_engines")
 def test_router(run: Any) -> None:
-    found = run("router", "--seconds", "0.5", "--rate", "20", ROUNDS=1, PEERS=Path("nowhere"))
+    found = run("router", "--seconds", "0.5", "--rate", "100", ROUNDS=1, PEERS=Path("nowhere"))
     assert found["answers_per_core_second_push"] > 0
 
 
@@ -268,7 +271,9 @@ def test_balance(run: Any) -> None:
 def test_hostile(run: Any) -> None:
     """What a corpus does has tests of its own, and takes minutes."""
     names = hostile.corpora()
-    found = run("hostile", corpora=lambda: dict.fromkeys(names, lambda: Outcome(cases=1)))
+    silent = SimpleNamespace(disable=int, CRITICAL=logging.CRITICAL)
+    corpora = dict.fromkeys(names, lambda: Outcome(cases=1))
+    found = run("hostile", corpora=lambda: corpora, logging=silent)
     assert found["cases"] == len(names) > 5
 
 
