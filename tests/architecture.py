@@ -52,11 +52,11 @@ FOREIGN = {
     "mooncake": ("tiers/backends/mooncake.py",),
     "grafana_foundation_sdk": ("observability/metrics/boards/",),
     "prometheus_client": (
-        *("observability/metrics/prometheus.py", "observability/top/app.py"),
+        *("observability/metrics/prometheus.py", "observability/top/scrape.py"),
         "router/",
     ),
     "rich": ("observability/top/",),
-    "matplotlib": ("observability/report/page.py",),
+    "matplotlib": ("observability/report/plots.py",),
     "jinja2": ("observability/report/page.py",),
     "markupsafe": ("observability/report/page.py",),  # a part of jinja2
     "aiohttp": ("router/",),
@@ -67,7 +67,7 @@ FOREIGN = {
     "urllib3": ("router/fleet/sources/kubernetes.py",),
     "etcd3gw": ("router/fleet/sources/etcd.py",),
     "huggingface_hub": ("cache/model_identity.py",),
-    "opentelemetry": ("observability/tracing/otel.py",),
+    "opentelemetry": ("observability/tracing/",),
     "vllm": ("engines/vllm/",),
     "sglang": ("engines/sglang/",),
     "requests": ("engines/sglang/direct_requests.py",),  # SGLang's own client
@@ -108,8 +108,8 @@ PURE = (
         "disaggregation/decode_planner.py",
         "disaggregation/states.py",
     ),
-    *("observability/metrics/catalog.py", "observability/metrics/model.py"),
-    "observability/metrics/rates.py",
+    *("observability/metrics/catalog.py", "observability/metrics/router_catalog.py"),
+    *("observability/metrics/model.py", "observability/metrics/rates.py"),
     *(
         "router/policy/",
         "router/api_keys.py",

@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvconnect.observability.metrics.catalog import ROUTER_CATALOG
 from kvconnect.observability.metrics.model import RouterMetric
+from kvconnect.observability.metrics.router_catalog import ROUTER_CATALOG
 from kvconnect.router.fields import DROPPED
 from kvconnect.router.fleet.upstreams import Upstream
 from kvconnect.router.policy.choice import (

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvconnect.observability.metrics import rates
-from kvconnect.observability.top import app
+from kvconnect.observability.top import scrape
 from tests.engines.models import model_dir
 from tests.sglang.one_scheduler import PUBLISHED
 from tests.sglang.pd import ask_all
@@ -89,7 +89,7 @@ def test_requests_add_up_to_what_the_transport_measured(fleet: Fleet, sends: str
     assert sent["their seconds"] == pytest.approx(sent["request seconds"])
     assert sent["their bytes"] == pytest.approx(sent["bytes"])
     for server, side in ((p, SENT), (d, GOT)):
-        seen = rates.endpoint(None, app.scrape(f"{server.url}/metrics"))  # kvconnect top
+        seen = rates.endpoint(None, scrape.scrape(f"{server.url}/metrics"))  # kvconnect top
         kind = side["transfer_type"]
         totals = {row.transfer_type: row.bytes_total for row in seen.transfers}
         assert seen.kind == "sglang"

@@ -24,9 +24,9 @@ class RoomSpans:
     """Spans of one rank's hand-offs, by room. For the scheduler's thread."""
 
     def __init__(self) -> None:
-        from kvconnect.observability.tracing import otel
+        from kvconnect.observability.tracing import otel, transfer_spans
 
-        self._otel = otel
+        self._otel, self._transfer_spans = otel, transfer_spans
         self._tracer = otel.Tracer()
         self._open: dict[int, Span] = {}
         self._served: set[int] = set()
@@ -48,14 +48,14 @@ class RoomSpans:
         for report, job in finished:
             span = self._open.pop(int(job.req_id), None)
             if span is not None:
-                self._otel.end_job(self._tracer, span, [report])
+                self._transfer_spans.end_job(self._tracer, span, [report])
         for notice in notices:
             room = room_of(notice.transfer)
             span = self._open.get(room)
             if span is not None and notice.kind is NoticeKind.DONE:
                 self._served.add(room)
                 if notice.moved is not None:
-                    self._otel.record_send(self._tracer, span, notice.moved)
+                    self._transfer_spans.record_send(self._tracer, span, notice.moved)
 
     def end(self, room: int) -> None:
         """End the span of a prefill request."""

@@ -15,16 +15,8 @@ from typing import TYPE_CHECKING
 from kvconnect.disaggregation.messages import NoticeKind, Receive, TransferEvent
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports
-from kvconnect.observability.tracing.otel import (
-    INTERNAL,
-    Attributes,
-    Context,
-    Span,
-    Tracer,
-    end_job,
-    fail,
-    record_send,
-)
+from kvconnect.observability.tracing.otel import INTERNAL, Attributes, Context, Span, Tracer, fail
+from kvconnect.observability.tracing.transfer_spans import end_job, record_send
 from kvconnect.offload.messages import JobReport, LoadBlocks
 from kvconnect.types import JobId, PromptSource, Tier, TransferId
 

@@ -58,7 +58,7 @@ class PromMetrics:
         self._engines = frozenset(per_engine_labelvalues)
         # By recorded name, because a payload has few names of the catalogue.
         self._feeds: dict[tuple[str, str], list[_Feed]] = {}
-        self._classes = metric_types, labelnames
+        self._metric_types, self._labelnames = metric_types, labelnames
         self._labelvalues, self._seen = per_engine_labelvalues, _OpenLabels()
         self._aliases: list[Family] = []
         for family in families(prefix):
@@ -81,7 +81,7 @@ class PromMetrics:
             self._add(self._aliases.pop(0))
 
     def _add(self, family: Family) -> None:
-        built = _register(family, *self._classes)
+        built = _register(family, self._metric_types, self._labelnames)
         if built is not None:
             feed = _Feed(family, built, self._labelvalues, self._seen)
             row = family.metric

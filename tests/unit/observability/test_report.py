@@ -17,9 +17,9 @@ from PIL import Image
 from kvconnect import cli
 from kvconnect.observability.metrics.rates import EndpointFrame, Phase, Snapshot, TransferRates
 from kvconnect.observability.report import runs
+from kvconnect.observability.report.comparison import compare, largest_changes, unit_of
 from kvconnect.observability.report.page import figure
 from kvconnect.observability.report.page import html as page
-from kvconnect.observability.report.runs import compare, largest_changes, unit_of
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -23,10 +23,10 @@ from rich.console import Console
 from kvconnect import cli
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics import rates
-from kvconnect.observability.metrics.catalog import CATALOG, ROUTER_CATALOG
+from kvconnect.observability.metrics.catalog import CATALOG
 from kvconnect.observability.metrics.rates import EndpointFrame, Phase, Scrape, Snapshot
-from kvconnect.observability.top import app, screen
-from kvconnect.observability.top import app as fetch
+from kvconnect.observability.metrics.router_catalog import ROUTER_CATALOG
+from kvconnect.observability.top import app, scrape, screen
 from tests.links import make_certificates
 
 BEFORE = """\
@@ -87,7 +87,7 @@ kvconnect_router_tokens_in_flight{role="prefill",upstream="http://a:1",rank="1"}
 
 
 def looked_at(text: str, at: float) -> Scrape:
-    return Scrape("http://a/metrics", at, fetch.parse(text))
+    return Scrape("http://a/metrics", at, scrape.parse(text))
 
 
 def of(one: EndpointFrame, part: str, **which: str) -> Any:
@@ -242,12 +242,12 @@ def top(*flags: str) -> app.TopOptions:
 
 
 def test_urls() -> None:
-    assert fetch.metrics_url("a:1") == "http://a:1/metrics"
-    assert fetch.metrics_url("https://a/") == "https://a/metrics"
-    assert fetch.metrics_url("http://a:1/x/metrics?y") == "http://a:1/x/metrics?y"
+    assert scrape.metrics_url("a:1") == "http://a:1/metrics"
+    assert scrape.metrics_url("https://a/") == "https://a/metrics"
+    assert scrape.metrics_url("http://a:1/x/metrics?y") == "http://a:1/x/metrics?y"
     for wrong in ("file:///etc/passwd", "ftp://a", "http://", "a b", "http://[1", "http://a:b"):
         with pytest.raises(ConfigError):
-            fetch.metrics_url(wrong)
+            scrape.metrics_url(wrong)
 
 
 def test_once_as_json() -> None:
@@ -270,16 +270,16 @@ def test_once_as_json() -> None:
 @pytest.mark.parametrize("body", [b"\xff\xfe kvconnect_", b'vllm:kvconnect_a{b="\n', b""])
 def test_whatever_an_endpoint_says_it_is_down_and_the_others_are_not(body: bytes) -> None:
     with served(lambda _: body) as (bad, _), served(lambda _: AFTER.encode()) as (good, _):
-        found = fetch.scrape_all([fetch.metrics_url(url) for url in (bad, nobody(), good)])
+        found = scrape.scrape_all([scrape.metrics_url(url) for url in (bad, nobody(), good)])
     states = [rates.endpoint(None, one) for one in found]
     assert [state.up for state in states] == [False, False, True]
     assert all(len(state.error) > 5 for state in states[:2])
 
 
 def test_an_answer_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "_MOST_BYTES", 100)
+    monkeypatch.setattr(scrape, "_MOST_BYTES", 100)
     with served(lambda _: AFTER.encode()) as (address, _):
-        assert "more than" in fetch.scrape(f"http://{address}/metrics").error
+        assert "more than" in scrape.scrape(f"http://{address}/metrics").error
 
 
 def test_certificates_are_checked(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_certificates_are_checked(tmp_path: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(made.tls_cert, made.tls_key)
     with served(lambda _: AFTER.encode(), context) as (address, paths):
-        assert "CERTIFICATE_VERIFY_FAILED" in fetch.scrape(f"https://{address}/metrics").error
+        assert "CERTIFICATE_VERIFY_FAILED" in scrape.scrape(f"https://{address}/metrics").error
     assert paths == []
 
 

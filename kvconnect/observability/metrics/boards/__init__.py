@@ -7,7 +7,8 @@ it, ``promql`` has the expressions, and ``grafana`` turns a board into Grafana's
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.catalog import CATALOG, ROUTER_CATALOG
+from kvconnect.observability.metrics.catalog import CATALOG
+from kvconnect.observability.metrics.router_catalog import ROUTER_CATALOG
 
 
 def helps() -> dict[str, str]:

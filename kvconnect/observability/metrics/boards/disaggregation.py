@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.boards.grafana import Board, Panel, PanelRow, Query
+from kvconnect.observability.metrics.boards.panels import Board, Panel, PanelRow, Query
 from kvconnect.observability.metrics.boards.promql import (
     during,
     most,

@@ -1,12 +1,11 @@
-"""Dashboards as rows of panels with queries, and their JSON for Grafana."""
+"""Dashboards as JSON for Grafana."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from grafana_foundation_sdk.builders import bargauge, stat, timeseries
 from grafana_foundation_sdk.builders import common as common_builders
@@ -16,54 +15,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 
 from kvconnect.observability.metrics.boards import helps
+from kvconnect.observability.metrics.boards.panels import Board, Panel
 from kvconnect.observability.metrics.boards.promql import ENGINE, PREFIXES
-
-Kind = Literal["lines", "areas", "number", "bars"]
-"""``lines`` or stacked ``areas`` over time, or one ``number`` or ``bars`` for the whole range."""
-
-
-@dataclass(frozen=True)
-class Query:
-    """A PromQL expression and its legend, in which ``{{label}}`` stands for a label's value."""
-
-    expr: str
-    legend: str = ""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One panel. ``unit`` is Grafana's name; ``width`` is of 24 columns. Its description is
-    ``about``, then the catalogue's help texts of its metrics."""
-
-    title: str
-    unit: str
-    queries: tuple[Query, ...]
-    kind: Kind = "lines"
-    width: int = 8
-    about: str = ""
-
-
-@dataclass(frozen=True)
-class PanelRow:
-    """A heading and the panels under it."""
-
-    title: str
-    panels: tuple[Panel, ...]
-
-
-@dataclass(frozen=True)
-class Board:
-    """One dashboard. ``uid`` is its file name and its address in Grafana. ``engines``: whether it
-    has variables that select engines."""
-
-    uid: str
-    title: str
-    about: str
-    rows: tuple[PanelRow, ...]
-    engines: bool = True
-
-
-# Grafana's JSON ---------------------------------------------------------------------------------
 
 Builder = Any  # the SDK has no base class that panels, or variables, share
 
