@@ -89,6 +89,14 @@ HANDED_OFF = {
     "eight times 256 tokens at once, 1 Gbit/s": "256_1g_c8",
 }
 """Lines of SGLang's hand-off: what is asked, and how the figures' names end."""
+PUSHED = {
+    "wire time that shows in the time to first token, 4k tokens, a link as slow as prefill":
+        "exposed_{}_over_wire_4k_balanced",
+    "time to first token over NixlConnector's, 256 tokens": "ttft_{}_over_nixl_256",
+    "the same, 4k tokens": "ttft_{}_over_nixl_4k",
+    "the same, eight prompts of 256 tokens at once": "ttft_{}_over_nixl_256_c8",
+}  # fmt: skip
+"""Lines of vLLM's hand-off by push and pull."""
 HAND_OFFS = {
     "TCP, by layers": "tcp_layerwise",
     "TCP, by chunks": "tcp",
@@ -174,6 +182,17 @@ def handed_off() -> str:
     text = f"share of the wire time that shows, 4k tokens (`nixl`: {own})"
     lines.append("| " + " | ".join((text, *shares)) + " |")
     return _dated(lines, "sglang_handoff")
+
+
+def push_pays() -> str:
+    """Return the table of ``benchmarks.handoff``."""
+    found = _figures("handoff")
+    lines = ["| | push | pull |", "|---|---|---|"]
+    for end, apart in (("", ""), ("_apart", ", apart")):
+        for text, figure in PUSHED.items():
+            cells = [_cell(found, [figure.format(way) + end]) for way in ("push", "pull")]
+            lines.append("| " + " | ".join((text + apart, *cells)) + " |")
+    return _dated(lines, "handoff")
 
 
 def _figures(name: str) -> Mapping[str, float]:

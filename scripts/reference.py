@@ -161,6 +161,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "routing": measured.routing,
     "judged": measured.judged,
     "handed-off": measured.handed_off,
+    "push-pays": measured.push_pays,
     "benchmark-settings": benchmark_settings.table,
     "differences": differences.table,
 }

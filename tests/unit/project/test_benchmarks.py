@@ -51,7 +51,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def test_handoff(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_model_servers(monkeypatch)
     found = run("handoff", "--quick", Link=LoopbackLink)
-    assert shown("handoff") - {"ttft_push_over_nixl_4k_c8"} <= found.keys()
+    rows = {row.format(way) for row in measured.PUSHED.values() for way in ("push", "pull")}
+    assert shown("handoff") | rows | {f"{row}_apart" for row in rows} <= found.keys()
     assert {"ttft_pull_over_nixl_4k_apart", "exposed_over_wire_4k_apart"} <= found.keys()
     assert found["wrong_tokens"] == 0
 
