@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import (
     CommonKVManager,
     PrefillServerInfo,
@@ -18,7 +21,7 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 
 from kvconnect.config import Config
-from kvconnect.engines.sglang import backend, hooks, runtime_context
+from kvconnect.engines.sglang import backend, direct_requests, hooks, runtime_context
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
 from kvconnect.engines.sglang.claims import RoomClaims
@@ -252,3 +255,12 @@ def test_receivers_of_sglang_s_own_are_left_alone() -> None:
     queue = SimpleNamespace(kv_manager=manager(decode_rooms=object()), scheduler=scheduler)
     hooks.after_receiver(SimpleNamespace(kv_receiver=FakeKVReceiver.__new__(FakeKVReceiver)), queue)
     assert queue.kv_manager.streams.forward != "forward"
+
+
+def test_sglang_uses_what_follows_no_redirect() -> None:
+    """All that the module of its clients takes from ``requests`` is there in its place."""
+    used = {*re.findall(r"\brequests\.(\w+)", Path(conn.__file__).read_text())}
+    module: Any = SimpleNamespace()
+    direct_requests.install(module)
+    assert used <= {*vars(module.requests)}
+    assert {"get", "Session"} <= used, "the control"

@@ -85,6 +85,7 @@ def test_damage_on_one_rank_is_a_clean_error_and_the_retry_is_right(
     fault("damage 1")
     with pytest.raises(urllib.error.HTTPError) as refused:
         linked.ask(asked[0])
+    refused.value.close()
     assert refused.value.code == 503
     fault("")
     retried = linked.ask(asked[0])
