@@ -1,7 +1,7 @@
 """The table of docs/upgrade.md: two engines that differ in one thing, and what becomes of it.
 
 Each line is what the code's own comparisons say of two engines that are equal but for that thing:
-of their workers' greetings, of both sides' prompts, and of the names of stored blocks.
+of the protocol's versions, their workers' greetings, both sides' prompts, and the names of blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from kvconnect.cache.keys import scope_of, seed_of, tenant_of
 from kvconnect.cache.record_format import RecordFormat, page_names
 from kvconnect.errors import Refused
-from kvconnect.protocol.codec import PROTOCOL
+from kvconnect.protocol.codec import PROTOCOL, common_protocol
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.protocol.negotiation import negotiate
@@ -145,8 +145,10 @@ OWN_FORM = {"image or other media", "sliding window", "page packing", "speculati
 
 
 def outcome(prefill: Engine, decode: Engine) -> tuple[str, str]:
-    """Return when a hand-off is refused, and in which words; twice "" if it is not."""
+    """Return when a hand-off is refused, and in which words; twice "" if it is not. Versions are
+    compared by a connection's handshake, before the greetings: the words are decode's."""
     try:
+        common_protocol(decode.version, prefill.version)
         negotiate(decode.hello(), prefill.hello())
     except Refused as refused:
         return CONNECT, f"`{refused.field}`: {refused}"

@@ -51,7 +51,9 @@ def test_each_difference_is_refused_by_its_field_with_both_values(what: str) -> 
         when, words = outcome(*pair)
         assert when == {"": "", "prompt": REQUEST}.get(FIELDS[what], CONNECT)
         assert words.startswith(f"`{FIELDS[what]}`: " if FIELDS[what] else "")
-        if what != "block size, pages that are packed as a whole":
+        if FIELDS[what] == "protocol":
+            assert "here" in words and "there" in words
+        elif what != "block size, pages that are packed as a whole":
             assert words.count("decode") == words.count("prefill") == (1 if words else 0)
     assert outcome(prefill, prefill) == outcome(decode, decode) == ("", "")
 
