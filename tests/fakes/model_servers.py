@@ -125,13 +125,11 @@ class Fleet:
         self.caches: dict[int, Caches] = {}
         self.shares: dict[int, Caches] = {}
         """By the port at which peers ask."""
-        self.started: list[real.Process] = []
 
     def enter(self, process: real.Process) -> real.Process:
         process.port = process.port or next(self._ports)
         process.command()
         process.environment()
-        self.started.append(process)
         model = getattr(process, "model", None)
         if model:
             self.caches[process.port] = self._caches(process, block_bytes(model))
