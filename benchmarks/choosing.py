@@ -34,7 +34,6 @@ import argparse
 import json
 import signal
 import statistics
-import sys
 import tempfile
 import time
 import urllib.error
@@ -44,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import emit, progress
+from benchmarks.common import emit, end_when_terminated, progress
 from benchmarks.serve import parts
 from benchmarks.serve.fleet import (
     INTRODUCTIONS,
@@ -324,7 +323,7 @@ def main() -> None:
     parser.add_argument("--only", choices=FLEETS, action="append", help="a fleet; repeatable")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leaves nothing behind
+    end_when_terminated()
     for needed in (VLLM_ROUTER, SMG, LMCACHE_PACKAGES):
         if not needed.exists():
             raise SystemExit(f"{needed} is not there: run scripts/setup peers")

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,17 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CHANGELOG = RESULTS.parents[1] / "CHANGELOG.md"
+
+
+def end_when_terminated() -> None:
+    """Have the first SIGTERM end this process by an exception, so that what it has started is
+    ended, too. ``timeout`` sends two: the second would interrupt that."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit("terminated")
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def timed(work: Callable[[], object]) -> float:

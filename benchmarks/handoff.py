@@ -46,7 +46,6 @@ import os
 import secrets
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -58,7 +57,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import emit, progress
+from benchmarks.common import emit, end_when_terminated, progress
 from benchmarks.link import LOOPBACK, End, Link, Unavailable
 from benchmarks.machines import APART, cores, move
 from benchmarks.offload_engine import NewPrompts
@@ -413,7 +412,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leaves nothing behind
+    end_when_terminated()
     model_dir(MODEL)  # made once, before several engines need it
     run, schedule = Run(options.seed), QUICK if options.quick else FULL
     with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,6 @@ import importlib.util
 import os
 import signal
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +53,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import emit, progress
+from benchmarks.common import emit, end_when_terminated, progress
 from benchmarks.link import LOOPBACK, End, Link, Unavailable
 from benchmarks.machines import APART, cores, move
 from benchmarks.offload_engine import NewPrompts
@@ -353,7 +352,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leaves nothing behind
+    end_when_terminated()
     model_dir(MODEL)  # made once, before several servers need it
     cost = hook_us(HOOK_ROUNDS)
     progress(f"hooks: {cost:.1f} us per layer and forward")

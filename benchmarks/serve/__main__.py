@@ -50,14 +50,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, emit, progress
+from benchmarks.common import RESULTS, emit, end_when_terminated, progress
 from benchmarks.serve import parts, sglang_servers, workloads
 from benchmarks.serve.answers import wrong
 from benchmarks.serve.disaggregation import handed_off
@@ -98,7 +96,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leaves nothing behind
+    end_when_terminated()
     chosen = tuple(name for name in ALL if name in (options.only or ALL))
     sizes = parts.QUICK if options.quick else parts.FULL
     scale = workloads.QUICK if options.quick else workloads.FULL
