@@ -32,7 +32,8 @@ from typing import NamedTuple
 import aiohttp
 
 from benchmarks.common import emit, progress
-from kvconnect.router.policy.loads import Loads, Target
+from kvconnect.router.policy.fleet_view import Target
+from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prefixes import CacheHit, CacheTier, PrefixIndex, StoredBlocks
 from kvconnect.router.policy.ranking import Candidate, RankingJob, RankingPolicy, pick
 from tests.servers import free_port

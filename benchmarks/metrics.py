@@ -217,7 +217,7 @@ def measure_router(endpoint: str) -> dict[str, float]:
     """Return the microseconds that a request's spans cost the router."""
     from kvconnect.router.metrics import RequestOutcome, UpstreamOutcome
     from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
-    from kvconnect.router.policy.loads import Role, Target
+    from kvconnect.router.policy.fleet_view import Role, Target
     from kvconnect.router.policy.ranking import RankingReason
     from kvconnect.router.tracing import RouterSpans
 
@@ -311,7 +311,7 @@ def engine_registry() -> Any:
 def router_registry() -> tuple[Any, Callable[[], None]]:
     """Return all series of a router in front of 100 engines, and what it does before a scrape."""
     from kvconnect.router.metrics import RouterMetrics
-    from kvconnect.router.policy.loads import Role, TargetLoad
+    from kvconnect.router.policy.fleet_view import Role, TargetLoad
 
     metrics, ranks = RouterMetrics(), [TargetLoad(own=100, foreign=200)] * RANKS
     roles = [Role.PREFILL, Role.DECODE] * (PEERS // 2)

@@ -57,9 +57,9 @@ from kvconnect.offload.messages import JobReport
 from kvconnect.offload.planner import LoadRequest, OffloadLimits, OffloadPlan
 from kvconnect.router.app import RouterHandlers, make_app
 from kvconnect.router.fleet import membership, watch
-from kvconnect.router.fleet.sources import local
+from kvconnect.router.fleet.sources import file
 from kvconnect.router.options import Intervals, RouterOptions, Sources
-from kvconnect.router.policy.prefixes import History
+from kvconnect.router.policy.prompt_history import History
 from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import make_store
@@ -459,7 +459,7 @@ async def soak(parts: Sequence[Part], seconds: float) -> list[Sample]:
 
 async def run(seconds: float, seed: int = 1, more: Sequence[Part] = ()) -> dict[str, float]:
     """Soak all parts for so long; return the figures."""
-    quick = {(local, "FILE_EVERY_S"): 0.02, (membership, "DRAIN_LOOK_S"): 0.01}
+    quick = {(file, "FILE_EVERY_S"): 0.02, (membership, "DRAIN_LOOK_S"): 0.01}
     quick |= {(watch, "PROBE_EVERY_S"): 0.1, (watch, "PROBE_FIRST_S"): 0.05}
     kept = {place: getattr(*place) for place in quick}
     async with AsyncExitStack() as ends:

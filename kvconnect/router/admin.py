@@ -19,10 +19,11 @@ from aiohttp import web
 
 from kvconnect.errors import ConfigError, KVConnectError, Refused
 from kvconnect.router.cache_admin import CacheAdmin
-from kvconnect.router.fleet.membership import ADMIN, Membership, switch
+from kvconnect.router.fleet.membership import ADMIN, Membership
+from kvconnect.router.fleet.role_switch import RoleSwitch
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.options import worker_of
-from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.fleet_view import Role
 
 _MAX_BODY_BYTES = 16 * 2**20  # of a prompt for /cache
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -34,6 +35,7 @@ class Admin:
     def __init__(self, fleet: Fleet, membership: Membership, drain_s: float) -> None:
         self._fleet = fleet
         self._membership = membership
+        self._switch = RoleSwitch(membership, fleet)
         self._drain_s = drain_s
 
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
@@ -64,7 +66,7 @@ class Admin:
         """Switch an engine to the other role; answers when it has switched or has been refused."""
         upstream = await self._engine_in(request)
         try:
-            new = await switch(self._membership, self._fleet, upstream, self._drain_s)
+            new = await self._switch.switch(upstream, self._drain_s)
         except Refused as error:
             return _refused(409, str(error))
         return web.json_response(self._described(new, time.monotonic()))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvconnect.protocol.options import RECEIPT
 from kvconnect.router.body import Body, Prompt
 from kvconnect.router.http import engine_bodies
-from kvconnect.router.policy.loads import Engine
+from kvconnect.router.policy.fleet_view import Engine
 from kvconnect.router.request_ids import RESPONSE_ID, RID
 
 _ALL = frozenset(Engine)

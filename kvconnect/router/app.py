@@ -27,20 +27,15 @@ from kvconnect.router.exchange import Exchange, Services
 from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.admission import (
-    Admission,
-    BodyMemory,
-    ClientConcurrency,
-    Tenant,
-    Tenants,
-)
-from kvconnect.router.http.client_side import RequestReader
+from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
+from kvconnect.router.http.draining import DrainingPrefills
 from kvconnect.router.http.pool import ConnectionPool
-from kvconnect.router.http.upstream_request import DrainingPrefills
+from kvconnect.router.http.request_reader import RequestReader
+from kvconnect.router.http.tenants import Tenant, Tenants
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import RouterOptions
-from kvconnect.router.policy.loads import Role
-from kvconnect.router.policy.prefixes import Caches
+from kvconnect.router.policy.caches import Caches
+from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.retries import Retries
 from kvconnect.router.supervisor import Supervisor
 from kvconnect.router.tracing import RouterSpans

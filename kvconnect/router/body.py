@@ -162,9 +162,15 @@ def prompt_of(body: Body) -> Prompt:
     chars = sum(_chars_in(_bytes(body, key)) for key in _TEXTS if key in body)
     session = next(filter(None, (_text(body, key) for key in _SESSION)), "")
     tokens += chars // CHARS_PER_TOKEN
-    asked = _retention_of(body), _bytes(body, "stream") == b"true"
-    single, model = one_prompt and one_answer, _text(body, "model")
-    return Prompt(single, tokens, model, session, sampled, *asked)
+    return Prompt(
+        single=one_prompt and one_answer,
+        tokens=tokens,
+        model=_text(body, "model"),
+        session=session,
+        sampled=sampled,
+        retention_s=_retention_of(body),
+        streamed=_bytes(body, "stream") == b"true",
+    )
 
 
 def prefix_of(body: Body) -> PromptPrefix:

@@ -33,10 +33,10 @@ from kvconnect.router.body import SALT, read_body, token_ids_of
 from kvconnect.router.fleet.cache_reports import cache_stats
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.admission import Tenants
 from kvconnect.router.http.http1 import ConnectionLost, Exhausted, Unreachable, request_head
 from kvconnect.router.http.pool import ConnectionPool
-from kvconnect.router.policy.loads import Engine, Role, Target
+from kvconnect.router.http.tenants import Tenants
+from kvconnect.router.policy.fleet_view import Engine, Role, Target
 from kvconnect.router.policy.prefixes import PrefixIndex
 
 PREWARM = "prewarm"

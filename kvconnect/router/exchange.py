@@ -25,14 +25,16 @@ from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.handoff_bodies import bodies, mooncake_ticket
 from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency, Tenant
-from kvconnect.router.http.client_side import ParsedRequest, Reply, RequestReader
+from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency
+from kvconnect.router.http.draining import DrainingPrefills
 from kvconnect.router.http.logprobs import wants_prompt_logprobs, with_prompt_logprobs
 from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.http.receipts import OwedReceipts, ReceiptStream
 from kvconnect.router.http.renamed import RenamedStream
+from kvconnect.router.http.reply import Reply
+from kvconnect.router.http.request_reader import ParsedRequest, RequestReader
+from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.http.upstream_request import (
-    DrainingPrefills,
     EngineResponse,
     Overhead,
     Rejected,
@@ -42,6 +44,7 @@ from kvconnect.router.http.upstream_request import (
 from kvconnect.router.metrics import RequestOutcome, RouterMetrics
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.outgoing import OutgoingRequest
+from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.choice import (
     FailedTargets,
     Mode,
@@ -53,8 +56,7 @@ from kvconnect.router.policy.choice import (
     choose,
     explain_no_choice,
 )
-from kvconnect.router.policy.loads import Role
-from kvconnect.router.policy.prefixes import Caches
+from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.retries import REFUSED_S, Retries, Withheld, digest_of
 from kvconnect.router.tracing import RouterSpans
 

@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.router.body import Body
-from kvconnect.router.policy.loads import Engine
+from kvconnect.router.policy.fleet_view import Engine
 
 PRIORITY = "priority"
 _SAMPLING_PARAMS = "sampling_params"
@@ -182,16 +182,20 @@ _VLLM_SCORES = "chat_template_kwargs instruction max_tokens_per_doc max_tokens_p
 
 _VLLM = Decisions(
     passed={
-        "/v1/completions": _of(
-            *(OPENAI, _VLLM_SAMPLING, _VLLM_TEXT, "prompt prompt_embeds suffix")
-        ),
+        "/v1/completions": _of(OPENAI, _VLLM_SAMPLING, _VLLM_TEXT, "prompt prompt_embeds suffix"),
         "/v1/chat/completions": _of(
-            *(OPENAI, _VLLM_SAMPLING, _VLLM_TEXT, _VLLM_TOOLS, _VLLM_TEMPLATE),
+            OPENAI,
+            _VLLM_SAMPLING,
+            _VLLM_TEXT,
+            _VLLM_TOOLS,
+            _VLLM_TEMPLATE,
             "documents include_reasoning max_completion_tokens reasoning_effort",
             "return_prompt_text",
         ),
         "/v1/responses": _of(
-            *(OPENAI, _VLLM_SAMPLING, _VLLM_TOOLS),
+            OPENAI,
+            _VLLM_SAMPLING,
+            _VLLM_TOOLS,
             "enable_response_messages include include_reasoning input instructions",
             "max_output_tokens max_tool_calls media_io_kwargs metadata mm_processor_kwargs",
             "previous_input_messages previous_response_id prompt prompt_cache_key",
@@ -212,7 +216,7 @@ _VLLM = Decisions(
         "/pooling": _of(_VLLM_TEMPLATE, _VLLM_POOL, _VLLM_VECTORS, "data input task"),
         "/classify": _of(_VLLM_TEMPLATE, _VLLM_POOL, "input"),
         "/score": _of(
-            *(_VLLM_POOL, _VLLM_SCORES, "data_1 data_2 documents items queries text_1 text_2")
+            _VLLM_POOL, _VLLM_SCORES, "data_1 data_2 documents items queries text_1 text_2"
         ),
         "/rerank": _of(_VLLM_POOL, _VLLM_SCORES, _COHERE, "documents query top_n"),
         "/tokenize": _of(_VLLM_TEMPLATE, "prompt return_token_strs tools"),
@@ -241,10 +245,12 @@ _SGLANG_EMBEDDING = "dimensions embed_override_token_id embed_overrides lora_pat
 _SGLANG = Decisions(
     passed={
         "/v1/completions": _of(
-            *(OPENAI, _SGLANG_SAMPLING, _SGLANG_TEXT, "best_of echo json_schema prompt suffix")
+            OPENAI, _SGLANG_SAMPLING, _SGLANG_TEXT, "best_of echo json_schema prompt suffix"
         ),
         "/v1/chat/completions": _of(
-            *(OPENAI, _SGLANG_SAMPLING, _SGLANG_TEXT),
+            OPENAI,
+            _SGLANG_SAMPLING,
+            _SGLANG_TEXT,
             "chat_template_kwargs continue_final_message input_ids max_completion_tokens",
             "max_dynamic_patch messages min_dynamic_patch parallel_tool_calls reasoning_effort",
             "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64",
@@ -254,7 +260,8 @@ _SGLANG = Decisions(
             "use_audio_in_video video_config",
         ),
         "/v1/responses": _of(
-            *(OPENAI, _SGLANG_SAMPLING),
+            OPENAI,
+            _SGLANG_SAMPLING,
             "chat_template_kwargs include input instructions max_output_tokens max_tool_calls",
             "metadata parallel_tool_calls previous_response_id reasoning service_tier store text",
             "tool_choice tools top_logprobs truncation",
@@ -276,7 +283,8 @@ _SGLANG = Decisions(
         ),
         "/v1/embeddings": _of(_SGLANG_EMBEDDING, "encoding_format input model user"),
         "/classify": _of(
-            *(_SGLANG_EMBEDDING, _SGLANG_MEDIA),
+            _SGLANG_EMBEDDING,
+            _SGLANG_MEDIA,
             "input_embeds input_ids model return_pooled_hidden_states return_prompt_token_ids",
             "sampling_params text",
         ),

@@ -19,7 +19,7 @@ from kvconnect.router.options import (
     check_hosts,
     workers,
 )
-from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.secret_files import read_secret_text
 
@@ -116,11 +116,20 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
     keys: tuple[ApiKey, ...] = ()
     if path:
         keys = parse_api_keys("api-key-file", path, read_secret_text("api-key-file", path))
-    at = arguments.host, arguments.port, arguments.shared_port
-    tenants = not arguments.shared_cache, arguments.hit_headers, arguments.receipts
-    named = check_named(arguments.pass_field)
-    forwarded = arguments.forward_authorization
-    return Listening(*at, cert, key, keys, *tenants, arguments.retention, named, forwarded)
+    return Listening(
+        host=arguments.host,
+        port=arguments.port,
+        shared=arguments.shared_port,
+        cert=cert,
+        key=key,
+        api_keys=keys,
+        isolate=not arguments.shared_cache,
+        hit_headers=arguments.hit_headers,
+        receipts=arguments.receipts,
+        retention_s=arguments.retention,
+        pass_fields=check_named(arguments.pass_field),
+        forward_authorization=arguments.forward_authorization,
+    )
 
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:

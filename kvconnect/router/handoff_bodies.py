@@ -9,7 +9,7 @@ from typing import Any
 from kvconnect.router.fleet.upstreams import Upstream
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.policy.choice import Mode, RoutingChoice, TargetChoice
-from kvconnect.router.policy.loads import Engine
+from kvconnect.router.policy.fleet_view import Engine
 
 
 def bodies(

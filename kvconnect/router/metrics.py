@@ -24,7 +24,7 @@ from kvconnect.router.policy.choice import (
     RoutingReason,
     TargetChoice,
 )
-from kvconnect.router.policy.loads import Role, TargetLoad
+from kvconnect.router.policy.fleet_view import Role, TargetLoad
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.retries import Withheld
 from kvconnect.router.supervisor import TaskKind
@@ -115,8 +115,7 @@ class RouterMetrics:
         self._families: dict[str, Any] = {
             row.name: _metric(row, self.registry) for row in ROUTER_CATALOG
         }
-        gauges = (self._families["tokens_in_flight"], self._families["foreign_tokens"])
-        self._ranks = _Ranks(*gauges)
+        self._ranks = _Ranks(self._families["tokens_in_flight"], self._families["foreign_tokens"])
         _create_series(self._families)
 
     def request(self, chosen: tuple[Mode, RoutingReason] | None, outcome: RequestOutcome) -> None:

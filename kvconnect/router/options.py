@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import LONGEST_S
 from kvconnect.router.api_keys import ApiKey
-from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.policy.fleet_view import Engine, Role
 from kvconnect.router.policy.ranking import RankingPolicy
 
 BOOTSTRAP_PORT = 8998  # default of SGLang and of vLLM's MooncakeConnector

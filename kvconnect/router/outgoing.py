@@ -12,11 +12,11 @@ from aiohttp import web
 from kvconnect.router.apis import Api
 from kvconnect.router.fields import Permissions, permitted
 from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.admission import Tenant
+from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.http.upstream_request import EngineRequest
 from kvconnect.router.options import Listening
 from kvconnect.router.policy.choice import TargetChoice
-from kvconnect.router.policy.loads import Engine
+from kvconnect.router.policy.fleet_view import Engine
 from kvconnect.router.request_ids import ClientIds, client_ids, with_request_id
 
 _FORWARDED = ("X-Request-Id", "traceparent", "tracestate")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from kvconnect.observability.tracing.otel import Tracer
     from kvconnect.router.fleet.upstreams import Upstream
-    from kvconnect.router.http.client_side import Reply
+    from kvconnect.router.http.reply import Reply
 
 _SUMS = ("prompt", *(source.value for source in PromptSource))  # of a receipt
 _NOT_FAILED = (RequestOutcome.OK, RequestOutcome.REJECTED, RequestOutcome.CANCELLED)

@@ -15,7 +15,7 @@ import pytest
 
 from kvconnect.router.fleet.sources import etcd
 from kvconnect.router.options import Sources, Worker
-from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.policy.fleet_view import Engine, Role
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.fakes.engine_source import Latest, refused
 from tests.servers import free_port

@@ -13,7 +13,7 @@ from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.apis import APIS
 from kvconnect.router.body import SALT, read_body
 from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.admission import Tenants
+from kvconnect.router.http.tenants import Tenants
 
 ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 9, "stream": True}),

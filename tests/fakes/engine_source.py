@@ -8,7 +8,7 @@ import logging
 
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.fleet_view import Role
 
 
 def refused(what: InputKind, text: str) -> None:

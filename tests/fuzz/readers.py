@@ -25,11 +25,11 @@ from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
-from kvconnect.router.fleet.sources import etcd, local
+from kvconnect.router.fleet.sources import etcd, file
 from kvconnect.router.http import http1
-from kvconnect.router.http.admission import Tenants
-from kvconnect.router.policy import loads as engines
-from kvconnect.router.policy.loads import Target as Engine
+from kvconnect.router.http.tenants import Tenants
+from kvconnect.router.policy import fleet_view
+from kvconnect.router.policy.fleet_view import Target as Engine
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.tiers.backends.disk import record
 
@@ -114,9 +114,9 @@ def _admin() -> tuple[CacheAdmin, asyncio.AbstractEventLoop]:
         up=True,
         url="http://a:1",
         base=http1.BaseUrl.of("http://a:1"),
-        role=engines.Role.PREFILL,
+        role=fleet_view.Role.PREFILL,
         index=0,
-        worker=SimpleNamespace(engine=engines.Engine.VLLM, events=1),
+        worker=SimpleNamespace(engine=fleet_view.Engine.VLLM, events=1),
         info=SimpleNamespace(models={"tiny"}),
         loads=SimpleNamespace(own=[0]),
     )
@@ -133,7 +133,7 @@ def _admin() -> tuple[CacheAdmin, asyncio.AbstractEventLoop]:
     fleet: Any = SimpleNamespace(all=lambda: [engine], is_base=lambda model: True)
     pool: Any = SimpleNamespace(whole=whole)
     tenants = Tenants((ApiKey("key"),), isolate=True)
-    indexes = {engines.Role.PREFILL: PrefixIndex()}
+    indexes = {fleet_view.Role.PREFILL: PrefixIndex()}
     return CacheAdmin(fleet, pool, tenants, 1.0, indexes), asyncio.new_event_loop()
 
 
@@ -218,7 +218,7 @@ def members(data: bytes) -> None:
         assert why
 
     etcd.Entries("kv", refuse).named([(b"kv/prefill/a", data), (data, b"http://a:1")])
-    local.parse(data.decode("utf-8", "replace"), {}, refuse)
+    file.parse(data.decode("utf-8", "replace"), {}, refuse)
 
 
 def planted(data: bytes) -> None:

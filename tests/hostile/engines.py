@@ -19,13 +19,14 @@ import msgspec
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
-from kvconnect.router.fleet.sources import at_addresses, local
+from kvconnect.router.fleet.sources import at_addresses, file
 from kvconnect.router.fleet.sources.etcd import Entries
 from kvconnect.router.fleet.sources.kubernetes import Slices
 from kvconnect.router.http import engine_bodies
 from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Worker, worker_of
-from kvconnect.router.policy.loads import MOST_RANKS, Loads, Role, Target
+from kvconnect.router.policy.fleet_view import Role, Target
+from kvconnect.router.policy.loads import MOST_RANKS, Loads
 from kvconnect.router.policy.prefixes import CacheTier, PrefixIndex, StoredBlocks
 from tests.hostile import Outcome
 
@@ -277,7 +278,7 @@ def _nothing(what: InputKind, text: str) -> None:
 def _in_file(text: str) -> str | None:
     good = Worker("http://good:1")
     before = {Role.DECODE: (good,)}
-    named = local.parse(f"decode {text}\nprefill http://new:1", before, _nothing)
+    named = file.parse(f"decode {text}\nprefill http://new:1", before, _nothing)
     kept = good in named[Role.DECODE] or len(named[Role.DECODE]) > 0
     return None if kept and named[Role.PREFILL] else f"others were lost: {named}"
 

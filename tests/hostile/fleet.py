@@ -21,7 +21,8 @@ UP_S = 120.0
 BEFORE = ""
 """Python that the router's process runs first: what takes a protection away, as a control."""
 _HASTE = (
-    "from kvconnect.router import app; from kvconnect.router.http import client_side as reading; "
+    "from kvconnect.router import app\n"
+    "from kvconnect.router.http import request_reader as reading\n"
     f"app.IDLE_S = reading.BODY_S = app.UNREAD_S = {HASTE_S}\n"
     f"app.SERVER_OPTIONS['lingering_time'] = {HASTE_S}\n"
 )

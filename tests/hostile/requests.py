@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvconnect.router.fields import DECISIONS, PRIORITY
-from kvconnect.router.policy.loads import Engine
+from kvconnect.router.policy.fleet_view import Engine
 from tests.hostile import Outcome
 from tests.hostile.fleet import Routed, Session, routed
 

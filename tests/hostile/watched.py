@@ -20,13 +20,15 @@ import zmq
 
 from kvconnect.router import supervisor
 from kvconnect.router.fleet import watch
+from kvconnect.router.fleet.kv_subscriber import Subscriber
 from kvconnect.router.fleet.upstreams import Upstream
-from kvconnect.router.fleet.watch import Subscriber, Watcher
+from kvconnect.router.fleet.watch import Watcher
 from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.http.receipts import OwedReceipts
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import worker_of
-from kvconnect.router.policy.loads import Loads, Role, Target
+from kvconnect.router.policy.fleet_view import Role, Target
+from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.router.supervisor import Supervisor, TaskKind
 from tests.hostile import Outcome

@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from kvconnect.router.fields import DECISIONS, INTERNAL_SAMPLING
-from kvconnect.router.policy.loads import Engine
+from kvconnect.router.policy.fleet_view import Engine
 from scripts.engine_api.fields import request_fields
 from tests.engines.models import prompt_tokens
 from tests.engines.ranks import until

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -16,9 +15,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvconnect import engine_versions
 from kvconnect.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 Attributes = Mapping[str, str | int | float | bool]
 

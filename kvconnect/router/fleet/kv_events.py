@@ -14,7 +14,7 @@ from msgspec import Meta, Raw
 
 from kvconnect.errors import Refused
 from kvconnect.protocol.options import RECEIPT_EVENT
-from kvconnect.router.policy.loads import Target
+from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import (
     TIER_OF_MEDIUM,
     CacheTier,

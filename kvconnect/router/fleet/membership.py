@@ -1,4 +1,4 @@
-"""Adds, removes and switches engines while the router runs. Event loop only.
+"""Adds and removes engines while the router runs. Event loop only.
 
 Engines come from the command line, from sources and from administrators. A source owns the engines
 that it names. An engine that its source no longer names is drained: it gets no more requests, and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -17,16 +16,16 @@ from typing import Any
 
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import sources
-from kvconnect.router.fleet.pairing import EnginePair
-from kvconnect.router.fleet.probe import ProbeFailed, Prober
+from kvconnect.router.fleet.kv_subscriber import Subscriber
+from kvconnect.router.fleet.probe import Prober
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.fleet.upstreams import Fleet, Upstream
-from kvconnect.router.fleet.watch import Subscriber, Watcher
+from kvconnect.router.fleet.watch import Watcher
 from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.http.receipts import OwedReceipts
 from kvconnect.router.metrics import InputKind, RouterMetrics
 from kvconnect.router.options import RouterOptions, Worker
-from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.policy.fleet_view import Engine, Role
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
@@ -189,90 +188,3 @@ class Membership:
     def _refuse(self, what: InputKind, text: str) -> None:
         self._metrics.count("refused_answers", what.value)
         logger.warning("%s", text)
-
-
-# Role switches ------------------------------------------------------------------------------------
-
-_LOOK_S = 0.05
-_UP_S = 15.0  # limit for an engine to report its models
-
-
-async def switch(membership: Membership, fleet: Fleet, old: Upstream, drain_s: float) -> Upstream:
-    """Switch an engine to the other role if a probe passes there; return it in its new role.
-
-    The engine is drained first; its open requests have ``drain_s`` seconds to end.
-
-    Raises:
-        Refused: the engine continues in its old role; the message says why.
-    """
-    role = Role.DECODE if old.role is Role.PREFILL else Role.PREFILL
-    _check(membership, fleet, old, role)
-    membership.drain(old)
-    new: Upstream | None = None
-    try:
-        await _until(lambda: not old.open, drain_s, "its open requests did not end in time")
-        new = await _proven(membership, fleet, old, role)
-    finally:
-        if new is None and membership.source_of(old):  # not removed meanwhile
-            old.draining = False
-    new.draining = False
-    membership.remove(old)
-    logger.info("engine %s serves as %s engine now", new.url, role.value)
-    return new
-
-
-def _check(membership: Membership, fleet: Fleet, old: Upstream, role: Role) -> None:
-    """Refuse a switch that cannot succeed, before anything changes."""
-    source = membership.source_of(old)
-    if fleet.unified:
-        raise Refused("url", "the router has --unified, so its engines have one role")
-    if old.native:
-        raise Refused("url", "SGLang's servers have the role that they were started with")
-    if source not in (FLAGS, ADMIN):
-        raise Refused("url", f"its role is named by {source or 'nobody any more'}: change it there")
-    if membership.find(role, old.url) is not None:
-        raise Refused("url", f"it is a {role.value} engine too")
-    if old.draining or not old.up:
-        raise Refused("url", "it is down, or being drained")
-    if not _partners(fleet, old, old.role):
-        raise Refused("url", f"no other {old.role.value} engine that it could work with is up")
-
-
-async def _proven(membership: Membership, fleet: Fleet, old: Upstream, role: Role) -> Upstream:
-    """Return the engine in its new role after a passed probe. It gets no requests yet."""
-    new = membership.add(role, old.worker, ADMIN)
-    membership.drain(new)
-    proven = False
-    try:
-        await _until(lambda: new.up and bool(new.info.models), _UP_S, "it does not answer")
-        partners = _partners(fleet, new, old.role)
-        if not partners:
-            raise Refused("url", "no engine that it could work with is up any more")
-        pair = (partners[0], new) if role is Role.DECODE else (new, partners[0])
-        try:
-            await membership.prober.probe(*pair)
-        except ProbeFailed as error:
-            raise Refused("url", f"no KV from {pair[0].url} to {pair[1].url}: {error}") from error
-        fleet.pairing.mark_proven(EnginePair(*(each.index for each in pair)))
-        proven = True
-        return new
-    finally:
-        if not proven:
-            membership.remove(new)
-
-
-def _partners(fleet: Fleet, engine: Upstream, role: Role) -> list[Upstream]:
-    """Return other engines of a role that ``engine`` can pair with, proven ones first."""
-    view = fleet.view()
-    sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
-    own = next(each for each in sides[engine.role] if each.index == engine.index)
-    found = [w for w in sides[role] if w.up and w.name != engine.url and w.pairs_with(own)]
-    return [fleet.get(role, w.index) for w in sorted(found, key=lambda w: not w.proven)]
-
-
-async def _until(true: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
-    ends = time.monotonic() + timeout_s
-    while not true():
-        if time.monotonic() > ends:
-            raise Refused("url", otherwise)
-        await asyncio.sleep(_LOOK_S)

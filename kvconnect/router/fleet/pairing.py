@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.fleet_view import Role
 
 RETRY_S = 10.0  # from a failed probe to the engine's next one
 

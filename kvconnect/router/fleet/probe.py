@@ -23,7 +23,7 @@ from kvconnect.router.http.http1 import ConnectionLost, Exhausted, Unreachable, 
 from kvconnect.router.http.pool import ConnectionPool, within
 from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
-from kvconnect.router.policy.loads import Role, Target
+from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
@@ -62,9 +62,10 @@ class Prober:
             while True:
                 for pair in self._due():
                     self._fleet.pairing.began(pair)
-                    engines = [self._fleet.get(*engine) for engine in pair.engines]
+                    prefill = self._fleet.get(Role.PREFILL, pair.prefill)
+                    decode = self._fleet.get(Role.DECODE, pair.decode)
                     task = self._tasks.once(
-                        TaskKind.HANDOFF, engines[0].url, self._judge(pair, *engines)
+                        TaskKind.HANDOFF, prefill.url, self._judge(pair, prefill, decode)
                     )
                     running.add(task)
                     task.add_done_callback(running.discard)

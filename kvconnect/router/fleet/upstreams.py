@@ -16,7 +16,8 @@ from kvconnect.router.http.engine_bodies import EngineTicket, TicketKind
 from kvconnect.router.http.http1 import BaseUrl
 from kvconnect.router.options import RouterOptions, Worker
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
-from kvconnect.router.policy.loads import Engine, FleetView, Loads, Role, WorkerView
+from kvconnect.router.policy.fleet_view import Engine, FleetView, Role, WorkerView
+from kvconnect.router.policy.loads import Loads
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +101,17 @@ class Upstream:
         """Return the engine as policies see it."""
         ranks = self.loads.at(now)
         return WorkerView(
-            self.index,
-            self.up and not self.draining,
-            ranks,
-            self._tickets_of(TicketKind.STANDING, len(ranks), now),
-            self.worker.engine,
-            frozenset(self.info.models),
-            self.worker.version or self.info.version,
-            self.url,
-            self.breaker.allows(now),
-            proven,
-            self._tickets_of(TicketKind.SHARE, len(ranks), now),
+            index=self.index,
+            up=self.up and not self.draining,
+            ranks=ranks,
+            standing_tickets=self._tickets_of(TicketKind.STANDING, len(ranks), now),
+            engine=self.worker.engine,
+            models=frozenset(self.info.models),
+            version=self.worker.version or self.info.version,
+            name=self.url,
+            trusted=self.breaker.allows(now),
+            proven=proven,
+            share_tickets=self._tickets_of(TicketKind.SHARE, len(ranks), now),
         )
 
     def mark(self, *, up: bool) -> None:

@@ -14,8 +14,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.client_side import Reply
 from kvconnect.router.http.engine_bodies import Receipt
+from kvconnect.router.http.reply import Reply
 
 WAIT_S = 0.2  # for a receipt whose stream has ended; usually it came with the first token
 _DONE = b"data: [DONE]\n\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvconnect.router.http.client_side import Reply
+from kvconnect.router.http.reply import Reply
 from kvconnect.router.request_ids import ClientIds
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvconnect.errors import KVConnectError
 from kvconnect.router.http import engine_bodies
@@ -25,8 +24,7 @@ from kvconnect.router.http.http1 import (
 from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.metrics import RouterMetrics, UpstreamOutcome
 from kvconnect.router.policy.choice import Cause, TargetChoice
-from kvconnect.router.policy.loads import Role
-from kvconnect.router.supervisor import Supervisor, TaskKind
+from kvconnect.router.policy.fleet_view import Role
 
 if TYPE_CHECKING:
     from kvconnect.router.fleet.upstreams import Upstream
@@ -267,45 +265,3 @@ class UpstreamRequest:
             self._outcome = UpstreamOutcome.UNREACHABLE
             what = f"{self._name} was lost"
             raise UpstreamFailed(self.upstream.role, "lost", what, crashed=crashed) from error
-
-
-# Prefill requests that outlive the response they were for -----------------------------------------
-
-END_S = 10.0
-
-
-class DrainingPrefills:
-    """Prefill requests whose blocks have arrived and whose response is pending.
-
-    Decode can end first. Closing the connection then would make the prefill engine count an aborted
-    request, and cost the next request a new connection. So these requests have ``END_S`` seconds
-    to end by themselves. Event loop only.
-    """
-
-    def __init__(self, tasks: Supervisor) -> None:
-        self._tasks = tasks
-        self._timers: dict[asyncio.Task[Any], asyncio.TimerHandle] = {}
-
-    def add(self, prefill: asyncio.Task[Any]) -> None:
-        """Let a prefill request end. An engine's failure is ignored; other errors are reported."""
-        if prefill.done():
-            self._report(prefill)
-            return
-        self._timers[prefill] = asyncio.get_running_loop().call_later(END_S, prefill.cancel)
-        prefill.add_done_callback(self._ended)
-
-    async def close(self) -> None:
-        """Cancel the requests that are left."""
-        tasks = list(self._timers)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _ended(self, prefill: asyncio.Task[Any]) -> None:
-        self._timers.pop(prefill).cancel()
-        self._report(prefill)
-
-    def _report(self, prefill: asyncio.Task[Any]) -> None:
-        error = None if prefill.cancelled() else prefill.exception()
-        if not isinstance(error, KVConnectError):
-            self._tasks.look(TaskKind.PREFILL, "a client's request", prefill)

@@ -16,7 +16,7 @@ from kvconnect.protocol.options import SOURCE
 from kvconnect.router.apis import COMPLETIONS, Api
 from kvconnect.router.body import Prompt
 from kvconnect.router.options import RouterOptions
-from kvconnect.router.policy.loads import Engine, FleetView, Role, Target, WorkerView
+from kvconnect.router.policy.fleet_view import Engine, FleetView, Role, Target, WorkerView
 from kvconnect.router.policy.prefixes import CacheHit, CacheHits
 from kvconnect.router.policy.ranking import (
     Candidate,
@@ -280,9 +280,10 @@ def _best_group(
     view: FleetView, prefill: list[WorkerView], decode: list[WorkerView], turn: int
 ) -> _PairedEngines | None:
     """Return engines that pair; engines proven by probes are preferred."""
-    proven = [w for w in prefill if w.proven], [w for w in decode if w.proven]
+    proven_prefill = [w for w in prefill if w.proven]
+    proven_decode = [w for w in decode if w.proven]
     return (
-        _group(*proven, view.broken, turn)
+        _group(proven_prefill, proven_decode, view.broken, turn)
         or _group(prefill, decode, view.broken, turn)
         or _group(prefill, decode, (), turn)
     )

@@ -1,155 +1,16 @@
-"""Engines, targets and loads, as routing decisions see them: plain values. Pure."""
+"""Loads of one engine's ranks. Pure.
+
+A router knows its own requests exactly. Load reports of engines are totals, so the router's own
+tokens at the time of the query are subtracted; the rest belongs to other routers and clients. So
+own tokens are never counted twice, and never after their request ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
 
-
-class Role(str, Enum):
-    """What an engine does for a request."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-class Engine(str, Enum):
-    """Kind of server at a URL: the engine, and the connector that moves its KV."""
-
-    VLLM = "vllm"  # with KVConnect: push or pull
-    NIXL = "nixl"  # vLLM with its NixlConnector: pull
-    MOONCAKE = "mooncake"  # vLLM with its MooncakeConnector: pull
-    SGLANG = "sglang"  # with any transfer backend: bootstrap
-
-
-class Target(NamedTuple):
-    """An engine by number, and its data-parallel rank.
-
-    ``rank`` None: the engine chooses, because it has one rank or has not reported how many.
-    """
-
-    worker: int
-    rank: int | None = None
-
-
-class TargetLoad(NamedTuple):
-    """Tokens in work at one target.
-
-    Attributes:
-        own: of this router's open requests; exact.
-        foreign: of all other requests, from the engine's last report; None: unknown.
-        sent: time of this router's last request to the target; 0: never. Unit: seconds.
-    """
-
-    own: int = 0
-    foreign: int | None = None
-    sent: float = 0.0
-
-
-@dataclass(frozen=True)
-class WorkerView:
-    """One engine. ``index`` is its number in its role; numbers are never reused.
-
-    Attributes:
-        up: requests may go there: it answers, and is not being drained.
-        ranks: loads of its data-parallel ranks in order; one entry while their number is unknown.
-        standing_tickets: by rank; None: none valid. Prefill engines only.
-        models: names that it serves; empty: unknown.
-        version: only engines of equal versions pair. Empty: unknown.
-        name: its URL; equal after restarts and in all routers.
-        trusted: it has not just failed several requests. Untrusted engines are a last resort.
-        proven: a probe has moved KV from or to it. Others are a last resort.
-        share_tickets: by rank, as ``standing_tickets``; of engines that others may read from.
-    """
-
-    index: int
-    up: bool
-    ranks: tuple[TargetLoad, ...] = (TargetLoad(),)
-    standing_tickets: tuple[str | None, ...] = ()
-    engine: Engine = Engine.VLLM
-    models: frozenset[str] = frozenset()
-    version: str = ""
-    name: str = ""
-    trusted: bool = True
-    proven: bool = False
-    share_tickets: tuple[str | None, ...] = ()
-
-    def targets(self) -> list[tuple[Target, TargetLoad]]:
-        """Return its targets with their loads."""
-        if len(self.ranks) == 1:
-            return [(Target(self.index), self.ranks[0])]
-        return [(Target(self.index, rank), load) for rank, load in enumerate(self.ranks)]
-
-    def standing_ticket(self, rank: int | None) -> str | None:
-        """Return its valid standing ticket for a rank, None if there is none."""
-        return _of_rank(self.standing_tickets, rank)
-
-    def share_ticket(self, rank: int | None) -> str | None:
-        """Return its valid share ticket for a rank, None if there is none."""
-        return _of_rank(self.share_tickets, rank)
-
-    def serves(self, model: str) -> bool:
-        """Whether it may serve ``model``; true while its models are unknown. SGLang accepts an
-        adapter's name after the model's."""
-        if not model or not self.models or model in self.models:
-            return True
-        bases = self.models if self.engine is Engine.SGLANG else ()
-        return any(model.startswith(f"{name}:") for name in bases)
-
-    def pairs_with(self, other: WorkerView) -> bool:
-        """Whether one can use the other's KV: same engine, connector, version and model."""
-        return (
-            self.engine is other.engine
-            and _agree(self.version, other.version)
-            and (not self.models or not other.models or bool(self.models & other.models))
-        )
-
-
-def _of_rank(tickets: Sequence[str | None], rank: int | None) -> str | None:
-    index = rank or 0
-    return tickets[index] if index < len(tickets) else None
-
-
-def _agree(one: str, other: str) -> bool:
-    return not one or not other or one == other
-
-
-@dataclass(frozen=True)
-class FleetView:
-    """All engines at one moment. ``broken``: pairs, by number, whose last probe failed.
-    ``unified``: there are only decode engines, and they serve requests alone."""
-
-    prefill: tuple[WorkerView, ...]
-    decode: tuple[WorkerView, ...]
-    broken: Collection[tuple[int, int]] = ()
-    unified: bool = False
-
-    def missing(self) -> list[Role]:
-        """Return the roles without an engine that is up."""
-        both = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
-        needed = both[1:] if self.unified else both
-        return [role for role, engines in needed if not any(engine.up for engine in engines)]
-
-    def can_hand_over(self) -> bool:
-        """Whether a probe of two engines that are up has passed, or may still pass; true where no
-        hand-off is needed, or an engine is missing."""
-        pairs = [
-            (one.index, other.index)
-            for one in self.prefill
-            for other in self.decode
-            if one.up and other.up
-        ]
-        return self.unified or not pairs or any(pair not in self.broken for pair in pairs)
-
-
-# Loads ------------------------------------------------------------------------------------------
-#
-# A router knows its own requests exactly. Load reports of engines are totals, so the router's own
-# tokens at the time of the query are subtracted; the rest belongs to other routers and clients.
-# So own tokens are never counted twice, and never after their request ended.
-
+from kvconnect.router.policy.fleet_view import TargetLoad
 
 MOST_RANKS = 1024
 """Limit of data-parallel ranks of one engine. A report with more is invalid."""

@@ -1,4 +1,4 @@
-"""Which prefixes each target has cached: an index of KV events, and a history of prompts. Pure.
+"""Which prefixes each target has cached, by KV events. Pure.
 
 Engines hash blocks in different ways, so the index names a block by its tokens and those before
 it: equal in all engines with the same block size. A block is kept while any tier of its target
@@ -8,17 +8,13 @@ out, because a request's tokens do not identify them.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from itertools import islice
 from typing import NamedTuple
 
-from kvconnect.router.body import CHUNK_TOKENS, PromptPrefix
-from kvconnect.router.options import RouterOptions
-from kvconnect.router.policy.loads import Role, Target
-from kvconnect.router.policy.ranking import RankingPolicy
+from kvconnect.router.policy.fleet_view import Role, Target
 
 
 class CacheTier(IntEnum):
@@ -278,89 +274,3 @@ _WORTH_OF = tuple(
 
 def _worth(tiers: int) -> float:
     return _WORTH_OF[tiers]
-
-
-# Caches of engines without KV events --------------------------------------------------------------
-
-
-class Caches:
-    """Cache lookups for the roles whose policy is cache-aware. Not thread-safe."""
-
-    def __init__(self, options: RouterOptions) -> None:
-        policies = {Role.PREFILL: options.prefill_policy, Role.DECODE: options.decode_policy}
-        roles = [role for role, policy in policies.items() if policy is RankingPolicy.CACHE_AWARE]
-        self.indexes = {role: PrefixIndex() for role in roles}
-        self._histories = {role: History() for role in roles}
-
-    def hits(self, prefix: PromptPrefix | None, *, base: bool) -> CacheHits:
-        """Return the cached prefixes of a prompt, by role and target.
-
-        KV events answer for prompts of token ids; the history of sent prompts answers for others,
-        for salted prompts, and for adapters (``base`` False), which events do not identify.
-        """
-        if prefix is None:
-            return {}
-        ids = prefix.token_ids if base and prefix.plain else []
-        found: dict[Role, dict[Target, CacheHit]] = {}
-        for role, index in self.indexes.items():
-            reporting = index.targets() if ids else frozenset()
-            estimated = self._histories[role].match(prefix.chunk_hashes)
-            found[role] = {
-                target: hit for target, hit in estimated.items() if target not in reporting
-            }
-            found[role] |= index.match(ids)
-        return found
-
-    def sent(self, targets: Mapping[Role, Target], prefix: PromptPrefix | None) -> None:
-        """Record that a prompt was sent to ``targets``."""
-        if prefix is None:
-            return
-        for role, history in self._histories.items():
-            if role in targets:
-                history.sent(targets[role], prefix.chunk_hashes)
-
-    def forget(self, role: Role, worker: int, ranks: int) -> None:
-        """Forget the prompts sent to an engine that went down."""
-        if role in self._histories:
-            for rank in (None, *range(ranks)):
-                self._histories[role].forget(Target(worker, rank))
-
-
-_MOST = 500_000  # remembered chunks of all targets: about 200 MB
-
-
-class History:
-    """Prompt prefixes sent to targets: an estimate of caches without KV events. Not thread-safe.
-
-    A target is assumed to hold the chunks that it was sent, until the oldest are forgotten.
-    """
-
-    def __init__(self, most: int = _MOST) -> None:
-        self._index = PrefixIndex()
-        self._sent: OrderedDict[tuple[Target, int], None] = OrderedDict()
-        self._most = most
-
-    def match(self, chunk_hashes: Sequence[int]) -> dict[Target, CacheHit]:
-        """Return the longest prefix of a prompt that each target was sent, if any."""
-        found = self._index.match(chunk_hashes)
-        return {
-            target: CacheHit(tokens * CHUNK_TOKENS, worth * CHUNK_TOKENS, readable * CHUNK_TOKENS)
-            for target, (tokens, worth, readable) in found.items()
-        }
-
-    def sent(self, target: Target, chunk_hashes: Sequence[int]) -> None:
-        """Record that a prompt was sent to ``target``."""
-        hashes: list[int] = []
-        for unit in chunk_hashes:
-            hashes.append(hash((hashes[-1] if hashes else 0, unit)))
-        self._index.stored(target, StoredBlocks(hashes, None, chunk_hashes, 1, CacheTier.DEVICE))
-        for name in reversed(hashes):  # a prompt's end is forgotten first
-            self._sent[target, name] = None
-            self._sent.move_to_end((target, name))
-        for old, name in list(islice(self._sent, max(0, len(self._sent) - self._most))):
-            del self._sent[old, name]
-            self._index.removed(old, [name], CacheTier.DEVICE)
-
-    def forget(self, target: Target) -> None:
-        """Forget all prompts sent to ``target``."""
-        self._index.cleared(target)

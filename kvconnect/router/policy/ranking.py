@@ -11,7 +11,7 @@ from enum import Enum
 from hashlib import blake2b
 from typing import NamedTuple
 
-from kvconnect.router.policy.loads import Target, TargetLoad
+from kvconnect.router.policy.fleet_view import Target, TargetLoad
 
 _SPILL_FACTOR = 1.25  # of the mean load: above it, a session's request goes elsewhere
 

@@ -26,7 +26,7 @@ from kvconnect.router.options import (
     Sources,
     Worker,
 )
-from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.policy.fleet_view import Engine, Role
 from kvconnect.router.policy.ranking import RankingPolicy
 
 ONE, TWO = "one-0123456789abcd", "two-0123456789abcd"

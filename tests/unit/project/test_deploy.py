@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 from kvconnect.config import parse_config
 from kvconnect.router.flags import add_flags, options_of
-from kvconnect.router.fleet.sources.local import DNS_EVERY_S
+from kvconnect.router.fleet.sources.dns import DNS_EVERY_S
 from tests.boards import ALERTS, FOLDER
 
 ROOT = Path(__file__).resolve().parents[3]

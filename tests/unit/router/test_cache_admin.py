@@ -13,7 +13,7 @@ from aiohttp import web
 from kvconnect import cli
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.fleet.cache_reports import cache_stats
-from kvconnect.router.http.admission import Tenants
+from kvconnect.router.http.tenants import Tenants
 from kvconnect.router.options import Listening
 from tests.fakes.engine import (
     ADMIN_TOKEN,

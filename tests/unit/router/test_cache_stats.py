@@ -14,11 +14,11 @@ from aiohttp import web
 
 from kvconnect import cli
 from kvconnect.router.api_keys import ApiKey
-from kvconnect.router.fleet import watch
+from kvconnect.router.fleet import kv_subscriber
 from kvconnect.router.fleet.kv_events import RankEvents
-from kvconnect.router.http.admission import Tenants
+from kvconnect.router.http.tenants import Tenants
 from kvconnect.router.options import Listening
-from kvconnect.router.policy.loads import Target
+from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import CacheTier, HeldTokens, PrefixIndex
 from kvconnect.router.policy.ranking import RankingPolicy
 from tests.fakes.engine import (
@@ -45,7 +45,7 @@ NOTHING = HeldTokens(0, {})
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-    monkeypatch.setattr(watch, "LOOK_S", 0.05)
+    monkeypatch.setattr(kv_subscriber, "LOOK_S", 0.05)
 
 
 def stored(hashes: range, **more: Any) -> dict[str, Any]:

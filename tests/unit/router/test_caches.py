@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import Refused
 from kvconnect.router.body import prefix_of, read_body
-from kvconnect.router.fleet import watch
-from kvconnect.router.fleet import watch as subscribing
+from kvconnect.router.fleet import kv_subscriber, watch
 from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.options import Listening
-from kvconnect.router.policy.loads import Target
-from kvconnect.router.policy.prefixes import MOST_SIZES, CacheHit, History, PrefixIndex
+from kvconnect.router.policy.fleet_view import Target
+from kvconnect.router.policy.prefixes import MOST_SIZES, CacheHit, PrefixIndex
+from kvconnect.router.policy.prompt_history import History
 from kvconnect.router.policy.ranking import RankingPolicy
 from tests.fakes.engine import (
     ASK,
@@ -43,7 +43,7 @@ TOLD = Listening(hit_headers=True)
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PROBE_TIMEOUT_S", 30.0)
-    monkeypatch.setattr(subscribing, "LOOK_S", 0.05)
+    monkeypatch.setattr(kv_subscriber, "LOOK_S", 0.05)
 
 
 def stored(tokens: list[int], first: int = 1, parent: int | None = None, **more: Any) -> Any:

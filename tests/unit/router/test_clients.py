@@ -34,7 +34,8 @@ IDLE = 10_000
 PER_IDLE_BYTES = 16 * 1024
 PATIENCE_S = 0.5
 HURRY = (
-    "from kvconnect.router import app; from kvconnect.router.http import client_side as reading; "
+    "from kvconnect.router import app\n"
+    "from kvconnect.router.http import request_reader as reading\n"
     f"app.IDLE_S = reading.BODY_S = app.UNREAD_S = {PATIENCE_S}; "
 )
 RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"

@@ -34,7 +34,14 @@ from kvconnect.router.policy.choice import (
     choose,
     explain_no_choice,
 )
-from kvconnect.router.policy.loads import Engine, FleetView, Role, Target, TargetLoad, WorkerView
+from kvconnect.router.policy.fleet_view import (
+    Engine,
+    FleetView,
+    Role,
+    Target,
+    TargetLoad,
+    WorkerView,
+)
 from kvconnect.router.policy.ranking import RankingReason
 
 ID = "0123456789abcdef" * 2

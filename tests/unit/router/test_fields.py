@@ -23,7 +23,7 @@ from kvconnect.router.fields import (
     permitted,
 )
 from kvconnect.router.options import Listening
-from kvconnect.router.policy.loads import Engine
+from kvconnect.router.policy.fleet_view import Engine
 from scripts.engine_api.fields import VLLM_TYPES, read_text, request_fields
 from tests.fakes.engine import FakeEngine, bench, decodes, on_loop, prefills
 

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from kvconnect.router import exchange
-from kvconnect.router.http import client_side
+from kvconnect.router.http import request_reader
 from kvconnect.router.http.admission import BodyMemory
 from tests.fakes.engine import (
     Bench,
@@ -54,7 +54,7 @@ class TrackedBody(bytearray):
 
 @pytest.fixture(autouse=True)
 def without_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(client_side, "bytearray", TrackedBody, raising=False)
+    monkeypatch.setattr(request_reader, "bytearray", TrackedBody, raising=False)
     hurry(monkeypatch)
     gc.collect()
     gc.disable()

@@ -74,7 +74,7 @@ def test_control_an_answer_of_another_or_half_of_one_is_seen(
 
 def test_control_a_bomb_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = "from kvconnect.router import app; app.SERVER_OPTIONS['auto_decompress'] = True; "
-    before += "from kvconnect.router.http import client_side as reading; "
+    before += "from kvconnect.router.http import request_reader as reading; "
     before += "reading._refuse_encoded = lambda request: None"
     monkeypatch.setattr(fleet, "BEFORE", before)
     one = [bomb for bomb in bombs.bombs() if bomb.name == "text, gzip"]

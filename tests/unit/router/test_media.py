@@ -11,7 +11,7 @@ import pytest
 from kvconnect.errors import Refused
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.body import read_body
-from kvconnect.router.http.admission import Tenants
+from kvconnect.router.http.tenants import Tenants
 from kvconnect.router.media import MOST_STRUCTURE, with_own_media
 
 IMAGE = {"type": "image_url", "image_url": None, "uuid": "cat"}

@@ -24,14 +24,15 @@ from hypothesis import strategies as st
 
 from kvconnect import memory
 from kvconnect.router.fleet import upstreams as breakers
-from kvconnect.router.fleet.sources import OnRefused, local
+from kvconnect.router.fleet.sources import OnRefused, dns, file
 from kvconnect.router.fleet.upstreams import Upstream, engine_breaker
 from kvconnect.router.http.admission import Admission, Busy
 from kvconnect.router.http.http1 import BaseUrl
 from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import RouterLimits, Sources, Worker
-from kvconnect.router.policy.loads import Engine, Loads, Role
+from kvconnect.router.policy.fleet_view import Engine, Role
+from kvconnect.router.policy.loads import Loads
 from tests.fakes.engine import (
     ASK,
     Admin,
@@ -54,8 +55,8 @@ BROKEN = says(500, {"error": {"message": "out of order"}})
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-    monkeypatch.setattr(local, "FILE_EVERY_S", 0.02)
-    monkeypatch.setattr(local, "DNS_EVERY_S", 0.02)
+    monkeypatch.setattr(file, "FILE_EVERY_S", 0.02)
+    monkeypatch.setattr(dns, "DNS_EVERY_S", 0.02)
 
 
 # Breaker ----------------------------------------------------------------------------------------
@@ -449,14 +450,14 @@ def test_what_a_file_names() -> None:
         Role.PREFILL: (Worker("http://a:1", Engine.SGLANG),),
         Role.DECODE: (Worker("http://b:2"),),
     }
-    assert local.parse(text, {}, refuse) == named
+    assert file.parse(text, {}, refuse) == named
     assert not said
     long = f"decode http://b:2,events={'9' * 5000}"  # more digits than Python converts
     wrongs = (("both http://a:1", 1), ("\nprefill a", 2), ("decode", 1), (long, 1))
     for wrong, line in wrongs:
-        assert local.parse(wrong, named, refuse) == named, "while a line is wrong, none is removed"
+        assert file.parse(wrong, named, refuse) == named, "while a line is wrong, none is removed"
         assert said.pop().startswith(f"file: kvconnect: line {line}=")
-    more = local.parse("decode nonsense\ndecode http://c:3\ndecode http://c:3", named, refuse)
+    more = file.parse("decode nonsense\ndecode http://c:3\ndecode http://c:3", named, refuse)
     assert more[Role.DECODE] == (Worker("http://c:3"), Worker("http://b:2")), "but others are added"
     assert len(said) == 2
 
@@ -473,7 +474,7 @@ async def test_dns_stands_for_every_address(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found, raising=False)
     said: list[str] = []
     model = "http://pods:8000/base,engine=sglang"
-    one, two = await local.resolve(model, lambda what, text: said.append(what.value))
+    one, two = await dns.resolve(model, lambda what, text: said.append(what.value))
     assert said == ["dns"], "an address that is none is refused by itself"
     assert (one.url, two.url) == ("http://10.0.0.1:8000/base", "http://[fd00::1]:8000/base")
     assert one.engine is two.engine is Engine.SGLANG
@@ -494,7 +495,7 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
                 raise OSError("no answer")
             return (Worker(name.replace("localhost", "127.0.0.1")),)
 
-        monkeypatch.setattr(local, "resolve", found)
+        monkeypatch.setattr(dns, "resolve", found)
         async with bench([], [], sources=sources) as router:
 
             async def serves() -> bool:

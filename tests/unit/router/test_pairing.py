@@ -12,7 +12,7 @@ from kvconnect.router.body import Prompt
 from kvconnect.router.fleet.pairing import RETRY_S, EnginePair, Pairing
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.choice import FailedTargets, RoutingRequest, choose
-from kvconnect.router.policy.loads import FleetView, Role, WorkerView
+from kvconnect.router.policy.fleet_view import FleetView, Role, WorkerView
 
 INTERVAL_S = 60.0
 

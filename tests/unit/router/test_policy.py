@@ -27,16 +27,15 @@ from kvconnect.router.policy.choice import (
     choose,
     explain_no_choice,
 )
-from kvconnect.router.policy.loads import (
+from kvconnect.router.policy.fleet_view import (
     Engine,
     FleetView,
-    LoadQuery,
-    Loads,
     Role,
     Target,
     TargetLoad,
     WorkerView,
 )
+from kvconnect.router.policy.loads import LoadQuery, Loads
 from kvconnect.router.policy.prefixes import CacheHit, CacheTier, PrefixIndex, StoredBlocks
 from kvconnect.router.policy.ranking import (
     Candidate,

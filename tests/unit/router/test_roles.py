@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from kvconnect.router.fleet import probe
-from kvconnect.router.fleet.sources import local
+from kvconnect.router.fleet.sources import file
 from kvconnect.router.options import Intervals, Sources
 from tests.fakes.engine import (
     ASK,
@@ -32,7 +32,7 @@ COMPUTED = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-    monkeypatch.setattr(local, "FILE_EVERY_S", 0.02)
+    monkeypatch.setattr(file, "FILE_EVERY_S", 0.02)
 
 
 async def both(

@@ -15,7 +15,7 @@ from aiohttp import HttpVersion, HttpVersion10, HttpVersion11, web
 
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.fleet import watch
-from kvconnect.router.http import upstream_request
+from kvconnect.router.http import draining
 from kvconnect.router.options import Listening, RouterLimits
 from tests.fakes.engine import (
     ASK,
@@ -644,7 +644,7 @@ async def test_a_prefill_engine_may_end_after_the_answer(stream: bool) -> None:
 async def test_a_prefill_engine_that_never_ends_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(upstream_request, "END_S", 0.2)
+    monkeypatch.setattr(draining, "END_S", 0.2)
     p, d = FakeEngine(hangs), FakeEngine(decodes)
     async with bench([p], [d]) as router:
         status, _, _ = await router.post(ASK)

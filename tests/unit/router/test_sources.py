@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvconnect.router.fleet.sources import configured_sources, kubernetes, local
+from kvconnect.router.fleet.sources import configured_sources, file, kubernetes
 from kvconnect.router.options import Sources
-from kvconnect.router.policy.loads import Engine, Role
+from kvconnect.router.policy.fleet_view import Engine, Role
 from tests.fakes.engine import on_loop, until
 from tests.fakes.engine_source import Latest, refused
 
@@ -198,11 +198,11 @@ async def test_a_file_that_is_gone_is_logged_once_until_it_is_back(
         enough = reads + more
         await until(lambda: reads >= enough)
 
-    monkeypatch.setattr(local, "FILE_EVERY_S", 0.0)
-    monkeypatch.setattr(local, "asyncio", SimpleNamespace(to_thread=read, sleep=asyncio.sleep))
+    monkeypatch.setattr(file, "FILE_EVERY_S", 0.0)
+    monkeypatch.setattr(file, "asyncio", SimpleNamespace(to_thread=read, sleep=asyncio.sleep))
     path = tmp_path / "engines"
     path.write_text("prefill http://a:1\n")
-    source = local.follow_file(str(path), lambda *_: None)
+    source = file.follow(str(path), lambda *_: None)
     assert [w.url for w in (await anext(source))[Role.PREFILL]] == ["http://a:1"]
     waiting = asyncio.ensure_future(anext(source))
     for _ in range(2):

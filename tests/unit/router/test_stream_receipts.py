@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import Refused
-from kvconnect.router.fleet import watch
+from kvconnect.router.fleet import kv_subscriber
 from kvconnect.router.fleet.kv_events import PublishedReceipt, receipts_in
 from kvconnect.router.http import receipts
 from kvconnect.router.http.receipts import OwedReceipts, ReceiptStream
@@ -49,7 +49,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only who does not wait at all, or for ever, is told apart: no test depends on time."""
     hurry(monkeypatch)
     monkeypatch.setattr(receipts, "WAIT_S", LONG_S)
-    monkeypatch.setattr(watch, "LOOK_S", 0.05)
+    monkeypatch.setattr(kv_subscriber, "LOOK_S", 0.05)
 
 
 def event(nonce: Any, receipt: Any = RECEIPT, **more: Any) -> dict[str, Any]:

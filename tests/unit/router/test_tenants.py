@@ -18,22 +18,15 @@ from kvconnect import memory
 from kvconnect.cache.keys import tenant_of
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.body import prefix_of, read_body
-from kvconnect.router.http.admission import BodyMemory, Busy, ClientConcurrency, Tenants
-from kvconnect.router.http.client_side import RequestReader
+from kvconnect.router.http.admission import BodyMemory, Busy, ClientConcurrency
+from kvconnect.router.http.request_reader import RequestReader
+from kvconnect.router.http.tenants import Tenants
 from kvconnect.router.options import Listening, RouterOptions
-from kvconnect.router.policy.loads import Role, Target
-from kvconnect.router.policy.prefixes import Caches, CacheTier, StoredBlocks
+from kvconnect.router.policy.caches import Caches
+from kvconnect.router.policy.fleet_view import Role, Target
+from kvconnect.router.policy.prefixes import CacheTier, StoredBlocks
 from kvconnect.router.policy.ranking import RankingPolicy
-from tests.fakes.engine import (
-    Bench,
-    FakeEngine,
-    bench,
-    decodes,
-    hangs,
-    on_loop,
-    prefills,
-    until,
-)
+from tests.fakes.engine import Bench, FakeEngine, bench, decodes, hangs, on_loop, prefills, until
 
 SECRET = (
     "CONFIDENTIAL: who is to be told on Monday: Alice, Bob, Carol, Dan, Eve, Frank, Grace. " * 20

@@ -14,7 +14,7 @@ from functools import partial
 from kvconnect.errors import ConfigError
 from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Sources, Worker, worker_of
-from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.fleet_view import Role
 
 NamedEngines = Mapping[Role, tuple[Worker, ...]]
 EngineSource = AsyncGenerator[NamedEngines, None]
@@ -28,14 +28,14 @@ def configured_sources(
     """Yield name and generator function of each configured source. The packages that a source
     needs are imported only if it is configured."""
     if sources.file:
-        from kvconnect.router.fleet.sources import local
+        from kvconnect.router.fleet.sources import file
 
-        yield "file", partial(local.follow_file, sources.file)
+        yield "file", partial(file.follow, sources.file)
     for role in Role:
         for name in sources.dns.get(role, ()):
-            from kvconnect.router.fleet.sources import local
+            from kvconnect.router.fleet.sources import dns
 
-            yield f"DNS {name}", partial(local.follow_dns, role, name)
+            yield f"DNS {name}", partial(dns.follow, role, name)
         for name in sources.services.get(role, ()):
             from kvconnect.router.fleet.sources import kubernetes
 

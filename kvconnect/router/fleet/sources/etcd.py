@@ -18,7 +18,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Worker, worker_of
-from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)
 

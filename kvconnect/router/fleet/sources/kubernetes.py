@@ -21,7 +21,7 @@ from kubernetes import client, config, watch
 from kvconnect.router.fleet.sources import EngineSource, OnRefused, at_addresses
 from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import worker_of
-from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.fleet_view import Role
 from kvconnect.threads import ThreadKind, make
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
         slices = Slices(lambda text: on_loop(refuse, InputKind.KUBERNETES, f"{name}: {text}"))
         while not closed.is_set():
             try:
-                for addresses in _watch(*_service(model.hostname), slices):
+                service, namespace = _service(model.hostname)
+                for addresses in _watch(service, namespace, slices):
                     on_loop(found.put_nowait, addresses)
                     if closed.is_set():
                         return
@@ -63,7 +64,11 @@ async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
 
     # A daemon thread: at exit it may be in the middle of a watch.
     make(
-        *(ThreadKind.SOURCE, "kvconnect-kubernetes", work), again=True, stopped=closed.is_set
+        ThreadKind.SOURCE,
+        "kvconnect-kubernetes",
+        work,
+        again=True,
+        stopped=closed.is_set,
     ).start()
     try:
         while True:

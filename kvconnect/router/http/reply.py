@@ -1,124 +1,16 @@
-"""Reads, parses and salts the bodies of client requests.
-
-Runs on the event loop. One thread parses large bodies, one at a time, which bounds memory.
-"""
+"""What a client gets: headers and body of its response, or an error. Event loop only."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
 
 from aiohttp import HttpVersion11, web
 
-from kvconnect.router import body as bodies
-from kvconnect.router.apis import Api
-from kvconnect.router.body import Prompt, PromptPrefix
-from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.admission import BodyAllocation, Busy, Tenant
-from kvconnect.router.http.pool import within
 from kvconnect.router.http.upstream_request import EngineResponse
-from kvconnect.router.media import with_own_media
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.ranking import RankingReason
-
-BODY_S = 60.0  # limit for receiving a body: a slow client holds memory
-_LARGE = 128 * 1024  # bytes from which on a body is parsed in the thread
-
-
-class ParsedRequest(NamedTuple):
-    """A request: its body's fields, a summary of its prompt, and the prompt's prefix for cache
-    lookups, None if no policy uses them."""
-
-    body: dict[str, Any]
-    prompt: Prompt
-    prefix: PromptPrefix | None
-
-
-class RequestReader:
-    """Reads the requests of one router."""
-
-    def __init__(self, most: int, *, prefix: bool) -> None:
-        self._most = most  # bytes of a body
-        self._prefix = prefix
-        self._thread = ThreadPoolExecutor(1, "kvconnect-bodies")
-
-    def close(self) -> None:
-        """Stop the parser thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def read(
-        self, request: web.Request, api: Api, tenant: Tenant, room: BodyAllocation
-    ) -> ParsedRequest:
-        """Return the parsed request.
-
-        Raises:
-            Busy: there is no memory for the body.
-            Refused: the body is not a JSON object.
-            web.HTTPException: the body is encoded, too large, or too slow.
-        """
-        if api.method == "GET":
-            return ParsedRequest({}, Prompt(), None)
-        _refuse_encoded(request)
-        if (request.content_length or 0) > self._most:
-            raise web.HTTPRequestEntityTooLarge(self._most, request.content_length or 0)
-        raw = await self._whole(request, room)
-        if len(raw) < _LARGE:
-            return self._parsed(raw, api, tenant)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._parsed, raw, api, tenant)
-
-    def _parsed(self, raw: bytes | bytearray, api: Api, tenant: Tenant) -> ParsedRequest:
-        body = bodies.read_body(raw)
-        if tenant.secret and api.salted:
-            own = body.get(bodies.SALT)
-            body[bodies.SALT] = tenant.salt(b"" if own is None else bytes(own))
-        if tenant.secret:
-            body = with_own_media(body, tenant.id)
-        prefix = bodies.prefix_of(body) if self._prefix and not api.decode_only else None
-        return ParsedRequest(body, bodies.prompt_of(body), prefix)
-
-    async def _whole(self, request: web.Request, room: BodyAllocation) -> bytearray:
-        reading = self._read(request, room)
-        if request.content.is_eof():
-            return await reading
-        try:
-            return await within(reading, BODY_S)
-        except asyncio.TimeoutError:
-            late = f"the request body was not complete within {BODY_S:g} seconds"
-            raise web.HTTPRequestTimeout(reason=late) from None
-        except asyncio.CancelledError:
-            if not room.lost:
-                raise
-            raise Busy(
-                "the request body arrived slowly, and other requests needed its memory", 1
-            ) from None
-
-    async def _read(self, request: web.Request, room: BodyAllocation) -> bytearray:
-        with FreedFrames():  # the connection keeps its error, and that the frames
-            return await self._pieces(request, room)
-
-    async def _pieces(self, request: web.Request, room: BodyAllocation) -> bytearray:
-        body = bytearray()
-        with room.arriving(asyncio.current_task()):
-            while piece := await request.content.readany():
-                room.take(len(piece))
-                body += piece
-                if len(body) > self._most:
-                    raise web.HTTPRequestEntityTooLarge(self._most, len(body))
-        return body
-
-
-def _refuse_encoded(request: web.Request) -> None:
-    """Refuse an encoded body, which could expand a thousandfold."""
-    named = request.headers.getall("Content-Encoding", ())
-    if any(each.lower() != "identity" for each in named):
-        raise web.HTTPUnsupportedMediaType(reason="send the body without Content-Encoding")
-
-
-# Replies ------------------------------------------------------------------------------------------
 
 _EVENT_END = b"\n\n"
 _ERROR_EVENT_S = 1.0  # time to send the error event to a client that does not read

@@ -1,24 +1,23 @@
-"""Sources without third-party packages: a file, and the addresses of a DNS name."""
+"""A source of engines: a file."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from pathlib import Path
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused, at_addresses
+from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import Worker, worker_of
-from kvconnect.router.policy.loads import Role
+from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)
 
 FILE_EVERY_S = 1.0
 
 
-async def follow_file(path: str, refuse: OnRefused) -> EngineSource:
+async def follow(path: str, refuse: OnRefused) -> EngineSource:
     """Poll the file; yield its engines whenever its text changes. That it cannot be read is logged
     once, until it can; its engines stay."""
     last: str | None = None
@@ -72,34 +71,3 @@ def _read(field: str, line: str) -> tuple[Role, Worker]:
     if role not in [each.value for each in Role]:
         raise ConfigError(field, line, "begin with prefill or decode")
     return Role(role), worker_of(field, worker)
-
-
-# DNS ----------------------------------------------------------------------------------------------
-
-DNS_EVERY_S = 5.0
-
-
-async def follow_dns(role: Role, name: str, refuse: OnRefused) -> EngineSource:
-    """Look a name up periodically."""
-    while True:
-        try:
-            found = await resolve(name, refuse)
-        except (OSError, UnicodeError) as error:
-            logger.warning("%s: %s", name, error)
-        else:
-            if found:
-                yield {role: found}
-        await asyncio.sleep(DNS_EVERY_S)
-
-
-async def resolve(name: str, refuse: OnRefused) -> tuple[Worker, ...]:
-    """Return a worker per address of the host in ``name``, a worker as on the command line.
-
-    Raises:
-        OSError, UnicodeError: the host cannot be looked up.
-    """
-    model = worker_of("dns", name)
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(model.hostname, None, type=socket.SOCK_STREAM)
-    addresses = dict.fromkeys(str(address[0]) for *_, address in found)
-    return at_addresses(model, addresses, InputKind.DNS, refuse)

@@ -1,0 +1,134 @@
+"""Subscribes to the KV events of an engine, of all its ranks. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import zmq
+import zmq.asyncio
+
+from kvconnect.errors import Refused
+from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
+from kvconnect.router.fleet.upstreams import Upstream
+from kvconnect.router.http.receipts import OwedReceipts
+from kvconnect.router.policy.fleet_view import Target
+from kvconnect.router.policy.prefixes import PrefixIndex
+from kvconnect.router.supervisor import Supervisor, TaskKind
+
+logger = logging.getLogger(__name__)
+
+REPLAY_S = 5.0  # limit of a whole replay
+LOOK_S = 1.0  # between two checks of the number of ranks
+_REPLAY_END = (-1).to_bytes(8, "big", signed=True)  # message number that ends a replay
+_MOST_BYTES = 64 * 2**20  # limit of a message; one step's events are a few MB at most
+
+Count = Callable[..., None]
+"""Increments a counter: its name and labels, such as role, URL and outcome."""
+
+
+class Subscriber:
+    """Applies the KV events of one engine, of all its ranks, to the index of its role, and hands
+    over the receipts that it owes. ``index``, ``owed``: None if not needed."""
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        index: PrefixIndex | None,
+        count: Count,
+        owed: OwedReceipts | None = None,
+    ) -> None:
+        self._upstream = upstream
+        self._index, self._owed = index, owed
+        self._count = count
+        self._tasks = Supervisor(count)
+        self._context = zmq.asyncio.Context.instance()
+
+    async def run(self) -> None:
+        """Follow the engine's ranks as they become known, until cancelled."""
+        tasks: dict[int | None, asyncio.Task[None]] = {}
+        try:
+            while True:
+                ranks = self._ranks()
+                for rank in [rank for rank in tasks if rank not in ranks]:
+                    await self._end(rank, tasks.pop(rank))
+                for rank in ranks:
+                    if rank not in tasks:
+                        url, work = self._upstream.url, partial(self._follow, rank)
+                        tasks[rank] = self._tasks.keep(TaskKind.EVENTS, url, work)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for rank, task in tasks.items():
+                await self._end(rank, task)
+
+    async def _end(self, rank: int | None, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if self._index is not None:
+            self._index.cleared(Target(self._upstream.index, rank))
+
+    def _ranks(self) -> list[int | None]:
+        ranks = len(self._upstream.loads.own)
+        return [None] if ranks == 1 else list(range(ranks))
+
+    async def _follow(self, rank: int | None) -> None:
+        worker = self._upstream.worker
+        target, index = Target(self._upstream.index, rank), self._index
+        feed = None if index is None else RankEvents(target, index)
+        with self._context.socket(zmq.SUB) as socket:
+            socket.linger = 0
+            socket.maxmsgsize = _MOST_BYTES
+            socket.subscribe(b"")
+            socket.connect(f"tcp://{worker.host}:{worker.events + (rank or 0)}")
+            while True:
+                frames = await socket.recv_multipart()
+                try:
+                    _, number, payload = frames
+                    if self._owed is not None:
+                        for told in receipts_in(payload):
+                            self._owed.arrived(told.nonce, told.receipt)
+                    await self._receive(feed, rank, _number(number), payload)
+                except (Refused, ValueError) as error:
+                    logger.warning("KV events of %s: %s", self._upstream.url, error)
+                    self._count_outcome("refused")
+
+    async def _receive(
+        self, feed: RankEvents | None, rank: int | None, number: int, payload: bytes
+    ) -> None:
+        if feed is None or feed.receive(number, payload):
+            self._count_outcome("ok")
+            return
+        known, whole = feed.next_number > 0, True
+        if self._upstream.worker.replay:
+            whole = await self._replay(feed, rank)
+        whole = feed.recover(number, payload) and whole
+        self._count_outcome("replayed" if whole else "lost" if known else "late")
+
+    async def _replay(self, feed: RankEvents, rank: int | None) -> bool:
+        """Request the lost messages; return whether the replay had no gap."""
+        worker, whole, loop = self._upstream.worker, True, asyncio.get_running_loop()
+        # Not REQ, which accepts only one reply per request.
+        with self._context.socket(zmq.DEALER) as socket:
+            socket.linger = 0
+            socket.maxmsgsize = _MOST_BYTES
+            socket.connect(f"tcp://{worker.host}:{worker.replay + (rank or 0)}")
+            await socket.send_multipart([b"", feed.next_number.to_bytes(8, "big")])
+            end = loop.time() + REPLAY_S
+            while (left := end - loop.time()) > 0 and await socket.poll(int(1000 * left)):
+                *_, number, payload = await socket.recv_multipart()
+                if number == _REPLAY_END:
+                    return whole
+                whole = feed.recover(_number(number), payload) and whole
+        logger.warning("no whole replay from %s in time", self._upstream.url)
+        return False
+
+    def _count_outcome(self, outcome: str) -> None:
+        self._count("kv_events", self._upstream.role.value, self._upstream.url, outcome)
+
+
+def _number(frame: bytes) -> int:
+    if len(frame) != len(_REPLAY_END) or frame[0] >= 128:
+        raise Refused("events", "a message without a number")
+    return int.from_bytes(frame, "big")

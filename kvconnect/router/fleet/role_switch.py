@@ -1,0 +1,109 @@
+"""Switches engines to the other role while the router runs. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from kvconnect.errors import Refused
+from kvconnect.router.fleet.membership import ADMIN, FLAGS, Membership
+from kvconnect.router.fleet.pairing import EnginePair
+from kvconnect.router.fleet.probe import ProbeFailed
+from kvconnect.router.fleet.upstreams import Fleet, Upstream
+from kvconnect.router.policy.fleet_view import Role
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+_UP_S = 15.0  # limit for an engine to report its models
+
+
+class RoleSwitch:
+    """Switches engines of one router to the other role."""
+
+    def __init__(self, membership: Membership, fleet: Fleet) -> None:
+        self._membership = membership
+        self._fleet = fleet
+
+    async def switch(self, old: Upstream, drain_s: float) -> Upstream:
+        """Switch an engine to the other role if a probe passes there; return it in its new role.
+
+        The engine is drained first; its open requests have ``drain_s`` seconds to end.
+
+        Raises:
+            Refused: the engine continues in its old role; the message says why.
+        """
+        role = Role.DECODE if old.role is Role.PREFILL else Role.PREFILL
+        self._check(old, role)
+        self._membership.drain(old)
+        new: Upstream | None = None
+        try:
+            await _until(lambda: not old.open, drain_s, "its open requests did not end in time")
+            new = await self._proven(old, role)
+        finally:
+            if new is None and self._membership.source_of(old):  # not removed meanwhile
+                old.draining = False
+        new.draining = False
+        self._membership.remove(old)
+        logger.info("engine %s serves as %s engine now", new.url, role.value)
+        return new
+
+    def _check(self, old: Upstream, role: Role) -> None:
+        """Refuse a switch that cannot succeed, before anything changes."""
+        source = self._membership.source_of(old)
+        if self._fleet.unified:
+            raise Refused("url", "the router has --unified, so its engines have one role")
+        if old.native:
+            raise Refused("url", "SGLang's servers have the role that they were started with")
+        if source not in (FLAGS, ADMIN):
+            raise Refused(
+                "url", f"its role is named by {source or 'nobody any more'}: change it there"
+            )
+        if self._membership.find(role, old.url) is not None:
+            raise Refused("url", f"it is a {role.value} engine too")
+        if old.draining or not old.up:
+            raise Refused("url", "it is down, or being drained")
+        if not self._partners(old, old.role):
+            raise Refused("url", f"no other {old.role.value} engine that it could work with is up")
+
+    async def _proven(self, old: Upstream, role: Role) -> Upstream:
+        """Return the engine in its new role after a passed probe. It gets no requests yet."""
+        new = self._membership.add(role, old.worker, ADMIN)
+        self._membership.drain(new)
+        proven = False
+        try:
+            await _until(lambda: new.up and bool(new.info.models), _UP_S, "it does not answer")
+            partners = self._partners(new, old.role)
+            if not partners:
+                raise Refused("url", "no engine that it could work with is up any more")
+            prefill, decode = (partners[0], new) if role is Role.DECODE else (new, partners[0])
+            try:
+                await self._membership.prober.probe(prefill, decode)
+            except ProbeFailed as error:
+                raise Refused(
+                    "url", f"no KV from {prefill.url} to {decode.url}: {error}"
+                ) from error
+            self._fleet.pairing.mark_proven(EnginePair(prefill.index, decode.index))
+            proven = True
+            return new
+        finally:
+            if not proven:
+                self._membership.remove(new)
+
+    def _partners(self, engine: Upstream, role: Role) -> list[Upstream]:
+        """Return other engines of a role that ``engine`` can pair with, proven ones first."""
+        view = self._fleet.view()
+        sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
+        own = next(each for each in sides[engine.role] if each.index == engine.index)
+        found = [w for w in sides[role] if w.up and w.name != engine.url and w.pairs_with(own)]
+        return [self._fleet.get(role, w.index) for w in sorted(found, key=lambda w: not w.proven)]
+
+
+async def _until(true: Callable[[], bool], timeout_s: float, otherwise: str) -> None:
+    ends = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > ends:
+            raise Refused("url", otherwise)
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,55 @@
+"""Cached prefixes by role and target: from KV events where they tell, else from history. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvconnect.router.body import PromptPrefix
+from kvconnect.router.options import RouterOptions
+from kvconnect.router.policy.fleet_view import Role, Target
+from kvconnect.router.policy.prefixes import CacheHit, CacheHits, PrefixIndex
+from kvconnect.router.policy.prompt_history import History
+from kvconnect.router.policy.ranking import RankingPolicy
+
+
+class Caches:
+    """Cache lookups for the roles whose policy is cache-aware. Not thread-safe."""
+
+    def __init__(self, options: RouterOptions) -> None:
+        policies = {Role.PREFILL: options.prefill_policy, Role.DECODE: options.decode_policy}
+        roles = [role for role, policy in policies.items() if policy is RankingPolicy.CACHE_AWARE]
+        self.indexes = {role: PrefixIndex() for role in roles}
+        self._histories = {role: History() for role in roles}
+
+    def hits(self, prefix: PromptPrefix | None, *, base: bool) -> CacheHits:
+        """Return the cached prefixes of a prompt, by role and target.
+
+        KV events answer for prompts of token ids; the history of sent prompts answers for others,
+        for salted prompts, and for adapters (``base`` False), which events do not identify.
+        """
+        if prefix is None:
+            return {}
+        ids = prefix.token_ids if base and prefix.plain else []
+        found: dict[Role, dict[Target, CacheHit]] = {}
+        for role, index in self.indexes.items():
+            reporting = index.targets() if ids else frozenset()
+            estimated = self._histories[role].match(prefix.chunk_hashes)
+            found[role] = {
+                target: hit for target, hit in estimated.items() if target not in reporting
+            }
+            found[role] |= index.match(ids)
+        return found
+
+    def sent(self, targets: Mapping[Role, Target], prefix: PromptPrefix | None) -> None:
+        """Record that a prompt was sent to ``targets``."""
+        if prefix is None:
+            return
+        for role, history in self._histories.items():
+            if role in targets:
+                history.sent(targets[role], prefix.chunk_hashes)
+
+    def forget(self, role: Role, worker: int, ranks: int) -> None:
+        """Forget the prompts sent to an engine that went down."""
+        if role in self._histories:
+            for rank in (None, *range(ranks)):
+                self._histories[role].forget(Target(worker, rank))
