@@ -17,6 +17,7 @@ from kvconnect.router.apis import COMPLETIONS, Api
 from kvconnect.router.body import Prompt
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.fleet_view import Engine, FleetView, Role, Target, WorkerView
+from kvconnect.router.policy.paired_engines import best_group
 from kvconnect.router.policy.prefixes import CacheHit, CacheHits
 from kvconnect.router.policy.ranking import (
     Candidate,
@@ -198,8 +199,8 @@ def choose(
         return None
     prefill = _available(view.prefill, failed.prefill, request)
     others = [worker for worker in prefill if worker.index != failed.pushed]
-    group = _best_group(view, others, decode, request.turn)
-    group = group or _best_group(view, prefill, decode, request.turn)
+    group = best_group(view, others, decode, request.turn)
+    group = group or best_group(view, prefill, decode, request.turn)
     if group is None:
         return None
     kept = [worker for worker in group.decode if worker.index == request.keep]
@@ -255,14 +256,6 @@ def explain_no_choice(view: FleetView, request: RoutingRequest) -> str:
     return "no prefill and decode engine that are up can hand over: engine or version differ"
 
 
-class _PairedEngines(NamedTuple):
-    """Engines that all pair with one another, and the request's turn among them."""
-
-    prefill: list[WorkerView]
-    decode: list[WorkerView]
-    turn: int
-
-
 def _available(
     workers: Sequence[WorkerView], failed: Collection[int], request: RoutingRequest
 ) -> list[WorkerView]:
@@ -274,59 +267,6 @@ def _serving(workers: Sequence[WorkerView], request: RoutingRequest) -> list[Wor
     """Return the engines that serve the request's model and path, up or not."""
     found = [w for w in workers if w.serves(request.prompt.model)]
     return [w for w in found if w.engine in request.api.engines]
-
-
-def _best_group(
-    view: FleetView, prefill: list[WorkerView], decode: list[WorkerView], turn: int
-) -> _PairedEngines | None:
-    """Return engines that pair; engines proven by probes are preferred."""
-    proven_prefill = [w for w in prefill if w.proven]
-    proven_decode = [w for w in decode if w.proven]
-    return (
-        _group(proven_prefill, proven_decode, view.broken, turn)
-        or _group(prefill, decode, view.broken, turn)
-        or _group(prefill, decode, (), turn)
-    )
-
-
-def _group(
-    prefill: list[WorkerView],
-    decode: list[WorkerView],
-    broken: Collection[tuple[int, int]],
-    turn: int,
-) -> _PairedEngines | None:
-    """Return engines that pair. If several groups exist, as during an upgrade, each gets requests
-    in proportion to its smaller side."""
-    if not prefill or not decode:
-        return None
-    first = prefill[0]
-    if not broken and all(_identical(first, worker) for worker in (*prefill, *decode)):
-        return _PairedEngines(prefill, decode, turn)
-    groups: dict[tuple[int, ...], _PairedEngines] = {}
-    for worker in prefill:
-        partners = [
-            other
-            for other in decode
-            if worker.pairs_with(other) and (worker.index, other.index) not in broken
-        ]
-        if partners:
-            key = tuple(other.index for other in partners)
-            groups.setdefault(key, _PairedEngines([], partners, 0)).prefill.append(worker)
-    weights = [min(len(group.prefill), len(group.decode)) for group in groups.values()]
-    if not weights:
-        return None
-    cycle, target_choice = divmod(turn, sum(weights))
-    for group, weight in zip(groups.values(), weights, strict=True):
-        if target_choice < weight:
-            return group._replace(turn=cycle * weight + target_choice)
-        target_choice -= weight
-    raise AssertionError("a turn falls into one group")
-
-
-def _identical(one: WorkerView, other: WorkerView) -> bool:
-    return (
-        one.engine is other.engine and one.version == other.version and one.models == other.models
-    )
 
 
 def _choose_target(
