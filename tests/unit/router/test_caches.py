@@ -1,4 +1,4 @@
-"""What the router knows of engines' caches: KV events, over ZMQ and lossy, and what it sent."""
+"""KV events of both engines, lossy and hostile; and whose cache a prompt is read from."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import Refused
-from kvconnect.router.body import prefix_of, read_body
 from kvconnect.router.fleet import kv_subscriber, watch
 from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.options import Listening
 from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import MOST_SIZES, CacheHit, PrefixIndex
-from kvconnect.router.policy.prompt_history import History
 from kvconnect.router.policy.ranking import RankingPolicy
 from tests.fakes.engine import (
     ASK,
@@ -33,7 +31,7 @@ from tests.fakes.engine import (
     prefills,
     until,
 )
-from tests.fakes.event_publisher import batch, publisher
+from tests.fakes.event_publisher import batch
 
 TOKENS = list(range(100, 116))
 A = Target(0)
@@ -246,72 +244,6 @@ def test_however_much_is_lost_nothing_is_claimed_that_is_gone(
         assert claimed <= held
 
 
-# Over ZMQ ---------------------------------------------------------------------------------------
-
-
-@on_loop
-async def test_prompts_go_where_events_say_they_are_cached() -> None:
-    ps, d = [FakeEngine(prefills), FakeEngine(prefills)], FakeEngine(decodes)
-    prompt = list(range(64))
-    blocks = stored(prompt)
-
-    async def found(engine: FakeEngine, request: Any, body: Any) -> Any:
-        answer = await prefills(engine, request, body)
-        said = msgspec.json.decode(answer.body)
-        said["usage"] = {"prompt_tokens_details": {"cached_tokens": 60}}
-        answer.body = msgspec.json.encode(said)
-        return answer
-
-    ps[1].answer = found
-    async with publisher() as events:
-        ps[1].settings = f",events={events.port},replay={events.replay}"
-        aware = {"prefill_policy": RankingPolicy.CACHE_AWARE, "handoff": "pull", "listening": TOLD}
-        async with bench(ps, [d], **aware) as router:
-
-            async def outcome(name: str) -> float:
-                labels = {"role": "prefill", "upstream": ps[1].url}
-                return await router.metric("kv_events_total", **labels, outcome=name)
-
-            async def heard() -> bool:
-                await events.publish()
-                return await outcome("ok") + await outcome("replayed") > 0
-
-            await until(heard)
-            await events.publish(blocks, mute=True)  # lost, then had again
-            await events.publish()
-            replays = await outcome("replayed")
-
-            async def hit() -> bool:
-                body = {"model": "tiny", "prompt": prompt}
-                _, _, headers = await router.post(body)
-                return (
-                    headers["x-kvconnect-prefill-reason"] == "hit"
-                    and headers["x-kvconnect-prefill"] == "1"
-                    and headers.get("x-kvconnect-prefill-hit") == "64"
-                )
-
-            await until(hit)
-            assert events.repeated >= 1 and replays >= 0
-            assert await router.metric("hit_tokens_total", which="expected") >= 64
-            assert await router.metric("hit_tokens_total", which="found") >= 60
-
-
-@on_loop
-async def test_text_goes_where_it_was_sent_before() -> None:
-    ps, d = [FakeEngine(prefills) for _ in range(3)], FakeEngine(decodes)
-    async with bench(ps, [d], prefill_policy=RankingPolicy.CACHE_AWARE, listening=TOLD) as router:
-        places = {}
-        for turn in range(12):
-            talk = f"talk {turn % 3} " * 100
-            body = {"model": "tiny", "messages": [{"role": "user", "content": talk}]}
-            _, _, headers = await router.post(body, "/v1/chat/completions")
-            places.setdefault(turn % 3, []).append(headers["x-kvconnect-prefill"])
-            want = "hit" if turn >= 3 else "no_hit"
-            assert headers["x-kvconnect-prefill-reason"] == want
-        assert all(len(set(found)) == 1 for found in places.values())
-        assert len({found[0] for found in places.values()}) == 3
-
-
 # Sources ----------------------------------------------------------------------------------------
 
 
@@ -384,37 +316,3 @@ async def test_share_tickets_are_renewed_where_caches_are_looked_at(
         await until(lambda: p.standing_tickets >= 4)
         assert (p.share_tickets >= 3) is fetched
         assert d.share_tickets == 0, "a decode engine receives what it lacks"
-
-
-# History ----------------------------------------------------------------------------------------
-
-
-def units_of(body: dict[str, Any]) -> list[int]:
-    return prefix_of(read_body(msgspec.json.encode(body))).chunk_hashes
-
-
-def test_units_are_equal_for_equal_pieces() -> None:
-    ids = list(range(50))
-    assert len(units_of({"prompt": ids})) == 3
-    assert units_of({"prompt": ids})[:2] == units_of({"prompt": ids[:40]})
-    text = "abcd" * 64
-    assert len(units_of({"prompt": text})) == 4
-    assert units_of({"prompt": text}) == units_of({"prompt": text + "e" * 63})
-    assert units_of({"prompt": "x" + text}) != units_of({"prompt": text})
-    assert units_of({}) == []
-
-
-def test_a_history_is_bounded_and_forgets_the_ends_of_old_prompts_first() -> None:
-    history = History(most=6)
-    history.sent(A, [1, 2, 3, 4])
-    assert history.match([1, 2, 3, 9]) == {A: CacheHit(48, 48.0, 48)}
-    history.sent(Target(1), [5, 6, 7, 8])
-    assert history.match([1, 2, 3, 4]) == {A: CacheHit(32, 32.0, 32)}
-    history.sent(A, [1, 2])
-    history.sent(Target(1), [5, 6, 7, 8])
-    assert history.match([1, 2]) == {A: CacheHit(32, 32.0, 32)}, "what is sent again is kept"
-    history.forget(A)
-    assert history.match([1, 2]) == {}
-    for turn in range(50):
-        history.sent(A, [turn, turn])
-    assert len(history._sent) == 6

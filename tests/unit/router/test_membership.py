@@ -1,4 +1,4 @@
-"""What a router takes on and whom it trusts: limits, breakers, engines that come and go."""
+"""Whom a router trusts: breakers, engines that come and go, and how it ends."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect import memory
 from kvconnect.router.fleet import upstreams as breakers
 from kvconnect.router.fleet.sources import OnRefused, dns, file
 from kvconnect.router.fleet.upstreams import Upstream, engine_breaker
-from kvconnect.router.http.admission import Admission, Busy
 from kvconnect.router.http.http1 import BaseUrl
 from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import RouterLimits, Sources, Worker
+from kvconnect.router.options import Sources, Worker
 from kvconnect.router.policy.fleet_view import Engine, Role
 from kvconnect.router.policy.loads import Loads
 from tests.fakes.engine import (
@@ -146,129 +144,6 @@ async def test_when_all_fail_all_are_still_tried() -> None:
             assert (await router.post(ASK)).status == 502
         p.answer = prefills
         assert (await router.post(ASK)).status == 200, "no pause for the only one"
-
-
-# Admission --------------------------------------------------------------------------------------
-
-
-@on_loop
-async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None:
-    said: list[int] = []
-    admission, order = Admission(RouterLimits(concurrent=1, queue=2, queue_s=30.0), said.append), []
-    ends = [asyncio.Event() for _ in range(3)]
-
-    async def work(number: int) -> None:
-        async with admission.enter():
-            order.append(number)
-            await ends[number].wait()
-
-    tasks = []
-    for number in range(3):
-        tasks.append(asyncio.create_task(work(number)))
-        await asyncio.sleep(0)
-    with pytest.raises(Busy, match="the queue is full: 2 requests") as busy:
-        await work(3)
-    assert busy.value.retry_s == 30
-    tasks[1].cancel()
-    await asyncio.gather(tasks[1], return_exceptions=True)
-    for event in ends:
-        event.set()
-    await asyncio.gather(tasks[0], tasks[2])
-    assert order == [0, 2] and said[-1] == 0
-    async with admission.enter():
-        pass
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-@on_loop
-async def test_bodies_of_all_open_requests_together_have_a_bound(
-    monkeypatch: pytest.MonkeyPatch, chunked: bool
-) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1)
-    raw = json.dumps(ASK | {"prompt": "a" * 60_000}).encode()
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for at in range(0, len(raw), 7_000):
-            yield raw[at : at + 7_000]
-
-    p, d = FakeEngine(prefills), FakeEngine(hangs)
-    # Room for one body there must be.
-    async with bench([p], [d], body_mib=100_000 / 2**20) as router:
-
-        async def send() -> tuple[int, str | None]:
-            data = pieces() if chunked else raw
-            async with router.client.post(router.url + "/v1/completions", data=data) as answer:
-                return answer.status, answer.headers.get("Retry-After")
-
-        for _ in range(2):
-            first = asyncio.create_task(send())
-            await until(lambda: d.asked)
-            for _ in range(3):
-                assert await send() == (429, "1")
-            d.asked.clear()
-            first.cancel()
-            await until(lambda: d.dropped)
-            d.dropped = 0
-        d.answer = decodes
-        for _ in range(5):
-            assert await send() == (200, None)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 3))
-def test_every_place_is_given_back(cancelled: list[bool], places: int) -> None:
-    async def run() -> None:
-        admission = Admission(RouterLimits(concurrent=places, queue=99), lambda waiting: None)
-        inside, most = 0, 0
-
-        async def work() -> None:
-            nonlocal inside, most
-            async with admission.enter():
-                inside += 1
-                most = max(most, inside)
-                try:
-                    await asyncio.sleep(0)
-                finally:
-                    inside -= 1
-
-        tasks = [asyncio.create_task(work()) for _ in cancelled]
-        for task, cancel in zip(tasks, cancelled, strict=True):
-            await asyncio.sleep(0)
-            if cancel:
-                task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert most <= places and inside == 0
-        async with contextlib.AsyncExitStack() as stack:
-            for _ in range(places):
-                await asyncio.wait_for(stack.enter_async_context(admission.enter()), 5)
-
-    asyncio.run(run())
-
-
-@on_loop
-async def test_a_full_router_answers_429() -> None:
-    p, d = FakeEngine(hangs), FakeEngine(hangs)
-    async with bench([p], [d], concurrent=1, queue=1, queue_s=0.2) as router:
-        first = asyncio.create_task(router.post(ASK))
-        await until(lambda: bool(p.asked))
-        second, third = await asyncio.gather(router.post(ASK), router.post(ASK))
-        for status, body, headers in (second, third):
-            assert (status, headers["retry-after"]) == (429, "1")
-            assert json.loads(body)["error"]["code"] == 429
-        assert len(p.asked) == 1
-        first.cancel()
-        await until(lambda: p.dropped == 1)
-        p.answer, d.answer = prefills, decodes
-        assert (await router.post(ASK)).status == 200
-
-
-@on_loop
-async def test_a_silent_engine_is_gone_around() -> None:
-    ps, d = [FakeEngine(hangs), FakeEngine(prefills)], FakeEngine(decodes)
-    async with bench(ps, [d], handoff="pull", silence_s=0.2) as router:
-        status, _, headers = await router.post(ASK)
-        assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
-        assert await router.metric("retries_total", role="prefill", cause="lost") == 1
-        await until(lambda: ps[0].dropped == 1)
 
 
 # Membership -------------------------------------------------------------------------------------
