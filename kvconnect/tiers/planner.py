@@ -242,7 +242,9 @@ class TierPlan:
         """Pin the part of a request's prefix in the host tier until its load is planned."""
         self._unpin(waiting)
         rows = waiting.request.rows(self._groups)
-        waiting.pinned = [it for group, row in rows for it in self._index.ready_slots(group, row)]
+        waiting.pinned = [
+            slot for group, row in rows for slot in self._index.ready_slots(group, row)
+        ]
         self._pinned.pin(waiting.pinned)
 
     def _unpin(self, waiting: _Waiting) -> None:

@@ -119,7 +119,9 @@ class TierSearch:
 
     def _unknown(self, number: int, row: Sequence[bytes]) -> list[Block]:
         blocks = ((number, block_hash) for block_hash in row)
-        return [it for it in blocks if not self._index.has(*it) and self._is_unknown(it)]
+        return [
+            block for block in blocks if not self._index.has(*block) and self._is_unknown(block)
+        ]
 
     def _is_unknown(self, block: Block) -> bool:
         """Return whether nobody has said of a block whether a tier has it. If a source is named, it

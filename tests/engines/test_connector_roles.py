@@ -25,7 +25,7 @@ from kvconnect.config import Config, parse_config
 from kvconnect.disaggregation.messages import ReceiveReport
 from kvconnect.engines.vllm import sleep, translate
 from kvconnect.engines.vllm.connector import IdleScheduler, KVConnect
-from kvconnect.engines.vllm.disaggregation_worker import Before, DeviceBlocks
+from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks, FormerAgent
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.engines.vllm.worker import ConnectorWorker
@@ -125,7 +125,7 @@ def test_nothing_is_copied_between_sleep_and_wake(monkeypatch: pytest.MonkeyPatc
         worker.restore_caches()
     assert [report.job for report in collect(worker, 1)] == [1]
     same = {"identity": Identity()}
-    assert made == [same, {**same, "before": Before(("127.0.0.1", 5), 7)}]
+    assert made == [same, {**same, "former": FormerAgent(("127.0.0.1", 5), 7)}]
     worker.close()
     assert len(closed) == 2
 

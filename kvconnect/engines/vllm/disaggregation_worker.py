@@ -26,7 +26,7 @@ from kvconnect.types import Rank
 logger = logging.getLogger(__name__)
 
 
-class Before(NamedTuple):
+class FormerAgent(NamedTuple):
     """Where a worker's agent listened before it was closed, and the engine's epoch."""
 
     address: tuple[str, int] | None
@@ -39,7 +39,7 @@ def make_handoffs(
     config: Config,
     kv_caches: Mapping[str, torch.Tensor],
     identity: Identity,
-    before: Before | None = None,
+    former: FormerAgent | None = None,
 ) -> HandoffAgent | None:
     """Start a worker's hand-off agent, which listens if the role sends; return None if the worker
     neither sends nor receives. ``identity``: the weights that the worker has.
@@ -57,14 +57,14 @@ def make_handoffs(
     try:
         pages = handoff_pages.handoff_pages(cache, kv_caches)
         hello = _hello(vllm_config, cache, kv_caches, pages, identity)
-        if before is not None:
-            hello.epoch = before.epoch
+        if former is not None:
+            hello.epoch = former.epoch
     except Incompatible as error:
         if transfer.kv_role != "kv_both":
             raise
         logger.warning("this model's KV cache can be offloaded but not handed off: %s", error)
         return None
-    address = before.address if before is not None else None
+    address = former.address if former is not None else None
     if sends and address is None:
         address = _address(vllm_config, config)
     area = translate.backing_area(kv_caches)

@@ -18,7 +18,7 @@ from kvconnect.config import Config, check_fits, share_of_host_bytes
 from kvconnect.copy import make_copier
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.disaggregation_worker import Before, make_handoffs
+from kvconnect.engines.vllm.disaggregation_worker import FormerAgent, make_handoffs
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.received_blocks import ReceivedBlocks
 from kvconnect.engines.vllm.states import keeps_none
@@ -146,8 +146,8 @@ class ConnectorWorker:
         """Stop to use the KV cache: vLLM frees its memory. Waits for copies; ends the hand-offs.
         Idempotent."""
         if self._agent is not None:
-            before = Before(self._agent.address, self._step.epoch)
-            self._make_agent = partial(self._make_agent, before=before)
+            former = FormerAgent(self._agent.address, self._step.epoch)
+            self._make_agent = partial(self._make_agent, former=former)
             self._agent.close()
             self._agent = None
         if self._tier is not None:
