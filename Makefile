@@ -17,7 +17,8 @@
 # make docs           the documentation as a site, in build/site
 # make fuzz           a million broken inputs against everything that reads what others wrote, and a
 #                     million more to each reader, guided by coverage; then random runs of vLLM's
-#                     schedulers. SCHEDULER_ARGS="--seed 7 --hours 8" says which and for how long
+#                     and SGLang's schedulers. SCHEDULER_ARGS="--seed 7 --hours 8" says which and
+#                     for how long each
 # make sanitize       tests of the C extension under the address, undefined and thread sanitizers
 # make release        sdist, wheel and SBOM in dist/, checked
 # make lock           requirements/*.lock from the environments as they are
@@ -132,10 +133,11 @@ outside-quick: $(READY) $(SGLANG_READY)
 docs: $(READY)
 	@mkdocs build --strict --site-dir build/site
 
-fuzz: $(READY)
+fuzz: $(READY) $(SGLANG_READY)
 	@python -m tests.fuzz.fuzz_codec --runs 1000000 $(FUZZ_ARGS)
 	@python -m tests.fuzz.guided --runs 1000000 --keep
 	@python -m tests.schedulers.fuzz $(SCHEDULER_ARGS)
+	@scripts/in-netns $(SGLANG_BIN)/python -m tests.sglang.schedulers.fuzz $(SCHEDULER_ARGS)
 
 release: $(READY)
 	@scripts/release
