@@ -86,9 +86,10 @@ endif
 test-vllm: $(READY)
 	$(call part,pytest,pytest --numprocesses=2 --durations=20 $(RERUN))
 
+# Without tests/sglang/schedulers, which are run with their own path and by `make fuzz`.
 test-sglang: $(SGLANG_READY)
 	$(call part,pytest tests/sglang,scripts/in-netns $(SGLANG_BIN)/python -m pytest tests/sglang \
-	  $(or $(PYTEST_ARGS),$(RERUN)))
+	  --ignore=tests/sglang/schedulers $(or $(PYTEST_ARGS),$(RERUN)))
 
 demo: $(READY)
 	@python demo/demo.py
