@@ -18,8 +18,8 @@ from kvconnect.errors import Incompatible, TransferFailed
 if TYPE_CHECKING:
     import torch
 
-    from kvconnect.copy.cuda import BlockCopier
     from kvconnect.copy.driver import Driver
+    from kvconnect.copy.wire_blocks import BlockCopier
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def make_block_copier(area: torch.Tensor) -> BlockCopier | None:
     return None."""
     if area.device.type != "cuda":
         return None
-    from kvconnect.copy.cuda import BlockCopier
+    from kvconnect.copy.wire_blocks import BlockCopier
 
     try:
         return BlockCopier(area, open_driver(area.device))

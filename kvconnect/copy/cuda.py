@@ -10,7 +10,6 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -35,9 +34,8 @@ from kvconnect.copy.kernels import (
     ROW,
     lanes_for,
     page_table,
-    unit_table,
 )
-from kvconnect.errors import Incompatible, Misuse
+from kvconnect.errors import Misuse
 
 
 def torch_run_addresses(
@@ -136,8 +134,10 @@ class CudaCopier(Copier):
         self._driver = driver
         self._has_kernels = driver.kernels_unavailable_reason is None
         self._choice = choice if self._has_kernels else DMA_ONLY
-        places = self._area, self._arena, geometry.slot_bytes
-        self._groups = [_GroupTables(driver, group, *places) for group in geometry.groups]
+        self._groups = [
+            _GroupTables(driver, group, self._area, self._arena, geometry.slot_bytes)
+            for group in geometry.groups
+        ]
         driver.synchronize()  # other streams read the tables
 
     def store(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
@@ -274,65 +274,3 @@ def sample_move(driver: Driver) -> SampleCopy:
         copy(0, scattered(count), range(count))
 
     return move
-
-
-# Wire blocks -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _UnitTable:
-    rows: torch.Tensor
-    count: int
-    lanes: int
-
-
-class BlockCopier:
-    """Packs and unpacks wire blocks of a KV cache, on the calling thread's current stream.
-
-    ``area`` is the whole KV cache. The caller checks the ids of the wire blocks. Any thread may
-    call any method. A call returns when its copy is launched, or raises :class:`TransferFailed`.
-
-    The constructor raises :class:`Incompatible` if the driver has no kernels.
-    """
-
-    def __init__(self, area: torch.Tensor, driver: Driver) -> None:
-        if driver.kernels_unavailable_reason is not None:
-            raise Incompatible(driver.kernels_unavailable_reason)
-        self._owner = area  # keeps the address below valid
-        self._area = area.data_ptr()
-        self._driver = driver
-        # Keyed by content: peers come and go, but nearly all agree on the same segments.
-        self._tables: dict[tuple[bytes, int], _UnitTable] = {}
-
-    def pack(self, segments: array[int], phases: int, ids: array[int], staged: int) -> None:
-        """Copy wire blocks to address ``staged``, back to back.
-
-        ``segments`` and ``phases`` are those of :func:`~kvconnect.cache.pages.unit_segments`.
-        """
-        self._move("pack_blocks", (segments, phases), ids, staged)
-
-    def unpack(self, segments: array[int], phases: int, ids: array[int], staged: int) -> None:
-        """Copy wire blocks from address ``staged``, back to back, into the KV cache."""
-        self._move("unpack_blocks", (segments, phases), ids, staged)
-
-    def _move(
-        self, kernel: str, unit: tuple[array[int], int], ids: array[int], staged: int
-    ) -> None:
-        if not ids:
-            return
-        segments, phases = unit
-        table = self._tables.get((segments.tobytes(), phases)) or self._made(segments, phases)
-        block_bytes = sum(segments[2 : len(segments) // phases : 3])
-        numbers = self._driver.upload(ids)
-        arguments = (
-            *(self._area, staged, table.rows.data_ptr(), table.count, phases),
-            *(numbers.data_ptr(), len(ids), block_bytes, table.lanes),
-        )
-        self._driver.launch(kernel, GRID, THREADS, arguments)
-
-    def _made(self, segments: array[int], phases: int) -> _UnitTable:
-        rows, count = unit_table(segments, phases)
-        table = _UnitTable(self._driver.upload(rows), count, lanes_for(rows))
-        self._driver.synchronize()  # other streams read the table
-        self._tables[segments.tobytes(), phases] = table
-        return table

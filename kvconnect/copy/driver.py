@@ -218,8 +218,16 @@ class CudaDriver(Driver):
         self._context.enter()  # libcuda needs a current context, unlike torch
         status = self._cuda.cuLaunchKernel(
             self._functions[kernel].kernel.ptr,
-            *(grid, 1, 1, threads, 1, 1),
-            *(0, self._stream(), pointers, None),
+            grid,
+            1,
+            1,
+            threads,
+            1,
+            1,
+            0,
+            self._stream(),
+            pointers,
+            None,
         )
         check(status, kernel)
 

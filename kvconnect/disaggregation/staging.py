@@ -21,7 +21,7 @@ from kvconnect.offload.streams import draining, use_device
 from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, Unit
 
 if TYPE_CHECKING:
-    from kvconnect.copy.cuda import BlockCopier
+    from kvconnect.copy.wire_blocks import BlockCopier
 
 RING_BYTES = 64 << 20
 """Page-locked staging memory of one worker, half for sending and half for receiving."""

@@ -270,9 +270,6 @@ class FaultProxy:
         asyncio.run_coroutine_threadsafe(change, self._loop).result()
 
 
-# The command ------------------------------------------------------------------------------------
-
-
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():

@@ -91,9 +91,6 @@ def _counts(store: Store, blocks: int) -> bool:
     return store.usage().blocks in (blocks, -1)
 
 
-# The checks -------------------------------------------------------------------------------------
-
-
 def check_round_trip(subject: Subject) -> None:
     """Blocks of odd sizes are read back unchanged, at any buffer alignment."""
     blocks = _blocks(_SIZES)

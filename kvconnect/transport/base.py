@@ -12,10 +12,8 @@ of a block table that both sides can address.
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from array import array
-from collections import Counter, deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
@@ -87,9 +85,6 @@ class Fence(Protocol):
         """Block the calling thread until the device has passed this point."""
 
 
-# Orders -------------------------------------------------------------
-
-
 class PeerMessage(NamedTuple):
     """Send a message of at most ``MAX_MESSAGE_BYTES``; messages stay in order."""
 
@@ -131,9 +126,6 @@ class Disconnect(NamedTuple):
 
     peer: PeerId
     reason: str
-
-
-# Events ----------------------------------------------------------------------------
 
 
 Ends = tuple[tuple[str, int], tuple[str, int]]
@@ -281,39 +273,3 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close every connection and end every thread. Idempotent."""
-
-
-# Events, from a transport's threads to the thread that polls.
-
-
-MAX_UNREAD_BYTES = 16 << 20
-"""Unread messages of one peer, in bytes, above which the peer should be closed."""
-
-_EVENT_BYTES = 256  # counted even for an empty message
-
-
-class EventQueue:
-    """Events in order. ``put`` is for any thread, ``drain`` for one."""
-
-    def __init__(self) -> None:
-        self._events: deque[Event] = deque()
-        self._filled = threading.Condition()
-        self._unread_bytes: Counter[PeerId] = Counter()
-
-    def put(self, event: Event) -> bool:
-        """Add an event; return False if the peer has more than ``MAX_UNREAD_BYTES`` unread."""
-        with self._filled:
-            self._events.append(event)
-            if isinstance(event, MessageReceived):
-                self._unread_bytes[event.peer] += max(len(event.payload), _EVENT_BYTES)
-            self._filled.notify()
-            return self._unread_bytes[event.peer] <= MAX_UNREAD_BYTES
-
-    def drain(self, timeout: float) -> list[Event]:
-        """Return all events in order, waiting up to ``timeout`` seconds for the first."""
-        with self._filled:
-            self._filled.wait_for(lambda: self._events, timeout)
-            events = list(self._events)
-            self._events.clear()
-            self._unread_bytes.clear()
-            return events

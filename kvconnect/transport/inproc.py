@@ -19,7 +19,6 @@ from kvconnect.transport.base import (
     Disconnect,
     Drained,
     Event,
-    EventQueue,
     Fence,
     IncomingPages,
     Memory,
@@ -35,6 +34,7 @@ from kvconnect.transport.base import (
     Transport,
     Unit,
 )
+from kvconnect.transport.event_queue import EventQueue
 
 _FIRST_PORT = 49152  # first ephemeral port of a real machine
 

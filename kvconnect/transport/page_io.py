@@ -4,9 +4,8 @@ Both move the same bytes and return the same digests: XXH3-64 over the runs of a
 order, 8 bytes each, little-endian. The C loop releases the GIL once per call, the Python loop takes
 it again for every byte run.
 
-Plain sockets may be in any mode, TLS sockets must be non-blocking. ``digest`` is (period, phase0):
-the blocks ``chunk.ids[i]`` with ``(phase0 + i) % period == 0`` are hashed, none for period 0.
-``stop`` is one byte that any thread may set to a value other than 0.
+Plain sockets may be in any mode, TLS sockets must be non-blocking. ``digest`` selects the
+blocks that are hashed. ``stop`` is one byte that any thread may set to a value other than 0.
 
 Both functions raise, before a byte moves, ValueError for malformed arguments and IndexError for a
 wire block outside the chunk's memory; TimeoutError when no byte moved for ``stall_ms``;
@@ -23,6 +22,7 @@ import ssl
 import time
 from array import array
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvconnect.errors import ConfigError
 from kvconnect.transport.base import PageChunk
@@ -31,6 +31,14 @@ try:
     from kvconnect import _native
 except ImportError:  # pages move without it, only slower
     _native = None  # type: ignore[assignment]
+
+
+class DigestRule(NamedTuple):
+    """Blocks ``chunk.ids[i]`` with ``(phase + i) % period == 0`` are hashed, none for period 0."""
+
+    period: int
+    phase: int
+
 
 _POLL_MS = 50  # how long a stop may go unnoticed
 _STEP_BYTES = 64 << 10  # per operation of the Python loop, so that progress is seen
@@ -58,7 +66,7 @@ def send_pages(
     sock: socket.socket,
     head: bytes,
     chunk: PageChunk,
-    digest: tuple[int, int],
+    digest: DigestRule,
     stall_ms: int,
     stop: bytearray,
 ) -> bytes:
@@ -85,7 +93,7 @@ def send_pages(
 
 
 def recv_pages(
-    sock: socket.socket, chunk: PageChunk, digest: tuple[int, int], stall_ms: int, stop: bytearray
+    sock: socket.socket, chunk: PageChunk, digest: DigestRule, stall_ms: int, stop: bytearray
 ) -> tuple[bytes, int]:
     """Receive the pages of ``chunk``; return (digests, number of whole blocks received).
 
@@ -111,7 +119,7 @@ def digest_pages(chunk: PageChunk) -> bytes:
     """Return the digest of every wire block of ``chunk``. Raises as :func:`send_pages`."""
     native = getattr(_native, "digest_pages", None)
     if native is None:
-        return b"".join(_digest(runs, 0, (1, 0)) for runs in _blocks(chunk))
+        return b"".join(_digest(runs, 0, DigestRule(period=1, phase=0)) for runs in _blocks(chunk))
     return bytes(native(*_native_pages(chunk)))
 
 
@@ -143,9 +151,8 @@ def _blocks(chunk: PageChunk) -> Iterator[list[memoryview]]:
         yield runs
 
 
-def _digest(runs: list[memoryview], position: int, digest: tuple[int, int]) -> bytes:
-    period, phase0 = digest
-    if not period or (phase0 + position) % period:
+def _digest(runs: list[memoryview], position: int, digest: DigestRule) -> bytes:
+    if not digest.period or (digest.phase + position) % digest.period:
         return b""
     import xxhash
 

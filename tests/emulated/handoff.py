@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvconnect.cache.pages import layer_pages
-from kvconnect.copy.cuda import BlockCopier
+from kvconnect.copy.wire_blocks import BlockCopier
 from kvconnect.disaggregation import (
     agent,
     bandwidth_probe,

@@ -11,7 +11,8 @@ import torch
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy.calibration import CopyThreshold
-from kvconnect.copy.cuda import BlockCopier, CudaCopier
+from kvconnect.copy.cuda import CudaCopier
+from kvconnect.copy.wire_blocks import BlockCopier
 from tests.emulated.device import EmulatedDriver, Emulator, Site
 from tests.emulated.world import World
 

@@ -24,12 +24,9 @@ from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E40
 from kvconnect.copy import driver as cuda_driver  # noqa: E402
 from kvconnect.copy import open_driver  # noqa: E402
 from kvconnect.copy.calibration import PAGES, CopyThreshold, measure  # noqa: E402
-from kvconnect.copy.cuda import (  # noqa: E402
-    BlockCopier,
-    CudaCopier,
-    sample_move,
-)
+from kvconnect.copy.cuda import CudaCopier, sample_move  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
+from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload.messages import LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import make_streams  # noqa: E402

@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from kvconnect.cuda import has_context
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
 from kvconnect.protocol.nixl_messages import NixlOffer, metadata_error
 from kvconnect.transport.base import MemoryRegion
-from kvconnect.transport.nixl.descriptors import Ints
+from kvconnect.transport.nixl.descriptors import Ints, PairedRuns
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,13 @@ POLL_US = 1000  # pause of the progress thread; a notification takes 40 us never
 _SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES")  # environment variables that select UCX's transport
 _MAX_NOTIFICATIONS = 1 << 16  # of one connection that were not taken yet
 _INFINIBAND = Path("/sys/class/infiniband")
+
+
+class WriteDevices(NamedTuple):
+    """Numbers of the devices whose memory is read here and written there."""
+
+    here: int
+    there: int
 
 
 class NixlAgent:
@@ -141,24 +148,21 @@ class NixlAgent:
     def write(
         self,
         peer: str,
-        pieces: tuple[Ints, Ints, Ints],
-        devices: tuple[int, int],
+        pieces: PairedRuns,
+        devices: WriteDevices,
         notification: bytes,
     ) -> int:
         """Start writing into the other side's memory; return a handle. The other side receives
         ``notification`` once the write is complete. May block for as long as the copy takes.
 
-        ``pieces``: addresses here, addresses there, lengths in bytes. ``devices``: here, there.
-
         Raises:
             TransferFailed: an address is not registered, or the other side is gone.
         """
-        ours, theirs, lengths = pieces
         try:
             handle: int = self._agent.createXferReq(
                 self._nixl.NIXL_WRITE,
-                self._descs(ours, lengths, devices[0]),
-                self._descs(theirs, lengths, devices[1]),
+                self._descs(pieces.here, pieces.lengths, devices.here),
+                self._descs(pieces.there, pieces.lengths, devices.there),
                 peer,
                 "",
                 [],

@@ -72,8 +72,16 @@ def runs_of(place: LocatedUnit, ids: array[int]) -> Runs:
     return Runs((offsets + place.area.address).ravel(), np.ascontiguousarray(lengths).ravel())
 
 
-def paired(here: Runs, there: Runs) -> tuple[Ints, Ints, Ints]:
-    """Return (addresses here, addresses there, lengths) of pieces in wire order, int64 ``[n]``.
+class PairedRuns(NamedTuple):
+    """Pieces of both sides' memory in wire order, int64 ``[n]``: addresses and bytes."""
+
+    here: Ints
+    there: Ints
+    lengths: Ints
+
+
+def paired(here: Runs, there: Runs) -> PairedRuns:
+    """Return the pieces that both sides' runs are cut into.
 
     Both sides must have the same number of bytes.
     """
@@ -100,8 +108,8 @@ def _addresses(runs: Runs, ends: Ints, starts: Ints) -> Ints:
     return runs.addresses[index] + starts - (ends[index] - runs.lengths[index])
 
 
-def _joined(ours: Ints, theirs: Ints, lengths: Ints) -> tuple[Ints, Ints, Ints]:
+def _joined(ours: Ints, theirs: Ints, lengths: Ints) -> PairedRuns:
     """Join pieces that follow one another on both sides."""
     follows = (ours[:-1] + lengths[:-1] == ours[1:]) & (theirs[:-1] + lengths[:-1] == theirs[1:])
     first = np.flatnonzero(np.concatenate(([True], ~follows)))
-    return ours[first], theirs[first], np.add.reduceat(lengths, first)
+    return PairedRuns(ours[first], theirs[first], np.add.reduceat(lengths, first))

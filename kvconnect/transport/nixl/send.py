@@ -20,7 +20,7 @@ from kvconnect.protocol.nixl_messages import (
     WritesStopped,
 )
 from kvconnect.transport.base import Drained, MemoryRegion, OutgoingPages, PagesSent, Unit
-from kvconnect.transport.nixl.agent import NixlAgent
+from kvconnect.transport.nixl.agent import NixlAgent, WriteDevices
 from kvconnect.transport.nixl.descriptors import LocatedUnit, check_unit, paired, runs_of
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.nixl.writes import NixlWrite, WriteQueue
@@ -231,7 +231,7 @@ class OutboundWrites:
                 first=order.first + at,
                 count=len(ids),
                 pieces=paired(runs_of(here, ids), runs_of(span.place, there[at : at + step])),
-                devices=(here.area.device, span.place.area.device),
+                devices=WriteDevices(here.area.device, span.place.area.device),
                 digests=self._context.digests(
                     order.unit, order.number, order.first + at, ids, self._period
                 ),

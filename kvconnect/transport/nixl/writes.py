@@ -12,8 +12,8 @@ from functools import partial
 from kvconnect.errors import TransferFailed
 from kvconnect.protocol.nixl_messages import NixlOffer, PagesWritten
 from kvconnect.transport.base import OutgoingPages
-from kvconnect.transport.nixl.agent import NixlAgent
-from kvconnect.transport.nixl.descriptors import Ints
+from kvconnect.transport.nixl.agent import NixlAgent, WriteDevices
+from kvconnect.transport.nixl.descriptors import PairedRuns
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.tcp.context import ConnectionContext
 
@@ -29,8 +29,8 @@ class NixlWrite:
     order: OutgoingPages
     first: int
     count: int
-    pieces: tuple[Ints, Ints, Ints]
-    devices: tuple[int, int]
+    pieces: PairedRuns
+    devices: WriteDevices
     digests: bytes
     dropped: Callable[[], bool]  # whether the write was cancelled
     on_done: Callable[[float | None], None]  # called at the end; gets the start time if written

@@ -13,13 +13,13 @@ from kvconnect.protocol.nixl_messages import NixlMessage
 from kvconnect.transport import page_io
 from kvconnect.transport.base import (
     ConnectionOptions,
-    EventQueue,
     IncomingPages,
     Memory,
     OutgoingPages,
     PeerId,
     Unit,
 )
+from kvconnect.transport.event_queue import EventQueue
 from kvconnect.transport.tcp.event_loop import EventLoop
 from kvconnect.transport.tcp.send_queue import SendQueue, StallWatchdog
 

@@ -125,7 +125,7 @@ class DataConnection:
         digests = bytearray()
         with closing(self._shared.pages().outgoing(order.unit, ids)) as pieces:
             for piece in pieces:
-                digest = (header.digest_period, first + order.number)
+                digest = page_io.DigestRule(header.digest_period, first + order.number)
                 digests += page_io.send_pages(
                     self._sock, head, piece, digest, self._stall_ms, self._queue.stop
                 )
@@ -197,7 +197,7 @@ class DataConnection:
         first = header.first
         with closing(self._shared.pages().incoming(target.unit, target.ids)) as pieces:
             for piece in pieces:
-                digest = (period, first + header.unit)
+                digest = page_io.DigestRule(period, first + header.unit)
                 some, landed = page_io.recv_pages(
                     self._sock, piece, digest, self._stall_ms, target.stop
                 )

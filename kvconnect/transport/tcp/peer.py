@@ -14,13 +14,7 @@ from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.auth import Opening
 from kvconnect.protocol.codec import MAX_MESSAGE, NixlPayload, pack_greeting, unpack_greeting
 from kvconnect.protocol.frames import stricter
-from kvconnect.transport.base import (
-    ConnectionOptions,
-    MessageReceived,
-    PeerDown,
-    PeerId,
-    PeerUp,
-)
+from kvconnect.transport.base import ConnectionOptions, MessageReceived, PeerDown, PeerId, PeerUp
 from kvconnect.transport.tcp.context import (
     DIGEST_PERIOD,
     ConnectionContext,
@@ -97,7 +91,7 @@ class Peer:
         deadline = now() + _setup_limit_s(options, inbound)
         self._phase = _PeerPhase(inbound, deadline, DIGEST_PERIOD[options.digest])
         self.page_path = (
-            shared.make_page_path(_make_context(self, shared, inbound))
+            shared.make_page_path(self._make_context(inbound=inbound))
             if shared.make_page_path
             else None
         )
@@ -278,6 +272,30 @@ class Peer:
         elif payload:
             raise ProtocolError("a message before the greeting")
 
+    def _make_context(self, *, inbound: bool) -> ConnectionContext:
+        """Return the context of the page path."""
+
+        def say(message: nixl_messages.NixlMessage) -> None:
+            payload = NixlPayload(nixl_messages.encode(message))
+            if len(payload) > MAX_MESSAGE:
+                kind = type(message).__name__
+                self.call(partial(self.fail, f"{kind} of {len(payload)} bytes is too long to send"))
+            else:
+                self.call(partial(self.send_message, payload))
+
+        return ConnectionContext(
+            peer=self.number,
+            name=self.address,
+            session=self.session,
+            inbound=inbound,
+            events=self._shared.events,
+            pages=self._shared.pages,
+            watch=self.send_queue.watch,
+            say=say,
+            fail=lambda reason: self.call(partial(self.fail, reason)),
+            tcp=self.send_queue,
+        )
+
     def _on_thread_end(self, reason: str, lost: bool) -> None:
         """A thread of a data connection has ended."""
         self._phase.threads -= 1
@@ -287,31 +305,6 @@ class Peer:
             self._end_after_grace(reason)
         else:
             self.fail(reason)
-
-
-def _make_context(peer: Peer, shared: TransportContext, inbound: bool) -> ConnectionContext:
-    """Return the context of a peer's page path."""
-
-    def say(message: nixl_messages.NixlMessage) -> None:
-        payload = NixlPayload(nixl_messages.encode(message))
-        if len(payload) > MAX_MESSAGE:
-            kind = type(message).__name__
-            peer.call(partial(peer.fail, f"{kind} of {len(payload)} bytes is too long to send"))
-        else:
-            peer.call(partial(peer.send_message, payload))
-
-    return ConnectionContext(
-        peer=peer.number,
-        name=peer.address,
-        session=peer.session,
-        inbound=inbound,
-        events=shared.events,
-        pages=shared.pages,
-        watch=peer.send_queue.watch,
-        say=say,
-        fail=lambda reason: peer.call(partial(peer.fail, reason)),
-        tcp=peer.send_queue,
-    )
 
 
 def _setup_limit_s(options: ConnectionOptions, inbound: bool) -> float:

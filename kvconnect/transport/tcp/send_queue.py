@@ -16,7 +16,6 @@ from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.protocol.frames import FrameHeader
 from kvconnect.transport.base import (
     Drained,
-    EventQueue,
     Fence,
     IncomingPages,
     OutgoingPages,
@@ -24,6 +23,7 @@ from kvconnect.transport.base import (
     PeerId,
     Unit,
 )
+from kvconnect.transport.event_queue import EventQueue
 
 MIN_FRAME_BYTES = 4 << 20  # smaller ones cost more in headers and wake-ups than they share out
 MAX_FRAME_BYTES = 128 << 20  # what a cancelled read may keep a connection busy with

@@ -17,7 +17,6 @@ from kvconnect.transport.base import (
     ConnectionOptions,
     Disconnect,
     Event,
-    EventQueue,
     IncomingPages,
     Memory,
     OutgoingPages,
@@ -27,6 +26,7 @@ from kvconnect.transport.base import (
     Security,
     Transport,
 )
+from kvconnect.transport.event_queue import EventQueue
 from kvconnect.transport.security import AccessPolicy
 from kvconnect.transport.tcp.context import (
     DIGEST_PERIOD,

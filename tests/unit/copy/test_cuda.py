@@ -26,10 +26,11 @@ from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E40
 from kvconnect.copy import calibration, cuda, kernels  # noqa: E402
 from kvconnect.copy import driver as cuda_driver  # noqa: E402
 from kvconnect.copy.calibration import PAGES, Calibration, CopyThreshold  # noqa: E402
-from kvconnect.copy.cuda import BlockCopier, CudaCopier  # noqa: E402
+from kvconnect.copy.cuda import CudaCopier  # noqa: E402
 from kvconnect.copy.driver import CudaDriver, kernel_source, source_digest  # noqa: E402
 from kvconnect.copy.kernels import PIECE_BYTES  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
+from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
 from kvconnect.cuda import CudaContext  # noqa: E402
 from kvconnect.errors import Incompatible, Misuse, TransferFailed  # noqa: E402
 from scripts import build_kernels  # noqa: E402

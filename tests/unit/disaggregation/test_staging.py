@@ -19,7 +19,7 @@ from kvconnect.transport.base import PageChunk, Unit
 torch = pytest.importorskip("torch")
 
 from kvconnect import copy  # noqa: E402
-from kvconnect.copy.cuda import BlockCopier  # noqa: E402
+from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
 from kvconnect.disaggregation.staging import BUFFERS, HostMemory, StagedMemory, make_memory  # noqa: E402
 from kvconnect.errors import Incompatible  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402

@@ -397,7 +397,7 @@ def test_a_peer_that_does_not_read_its_notes_is_given_up() -> None:
 
 
 def test_notes_that_nobody_polls_end_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvconnect.transport.base.MAX_UNREAD_BYTES", 1 << 20)
+    monkeypatch.setattr("kvconnect.transport.event_queue.MAX_UNREAD_BYTES", 1 << 20)
     with raw_peer() as (raw, victim, _):
         with suppress(ConnectionError):
             for _ in range(100):

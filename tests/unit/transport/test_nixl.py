@@ -41,7 +41,8 @@ from kvconnect.transport.base import (
 )
 from kvconnect.transport.nixl import agent as agents
 from kvconnect.transport.nixl import send
-from kvconnect.transport.nixl.agent import NixlAgent, find_package
+from kvconnect.transport.nixl.agent import NixlAgent, WriteDevices, find_package
+from kvconnect.transport.nixl.descriptors import PairedRuns
 from kvconnect.transport.nixl.transport import NixlPath
 from kvconnect.transport.nixl.worker import NixlWorker
 from tests.fakes.nixl_source import BLOCK
@@ -233,7 +234,9 @@ def overwrite(offer: nixl_messages.NixlOffer, address: int) -> None:
     own = PageMemory(4096)
     agent = NixlAgent("UCX", own.regions(), local=True)
     ours, theirs, lengths = (np.array([n]) for n in (own.address, address, 4096))
-    handle = agent.write(agent.add_peer(offer), (ours, theirs, lengths), (-1, -1), b"")
+    handle = agent.write(
+        agent.add_peer(offer), PairedRuns(ours, theirs, lengths), WriteDevices(-1, -1), b""
+    )
     deadline = time.monotonic() + 60
     while agent.seconds(handle) is None:
         assert time.monotonic() < deadline

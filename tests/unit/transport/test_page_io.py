@@ -24,7 +24,7 @@ xxhash = pytest.importorskip("xxhash")
 
 RUNNING = b"\0"
 STALL_MS = 10_000
-NO_DIGEST, EVERY = (0, 0), (1, 0)
+NO_DIGEST, EVERY = page_io.DigestRule(0, 0), page_io.DigestRule(1, 0)
 
 needs_native = pytest.mark.skipif(page_io._native is None, reason="the extension was not built")
 kinds = pytest.mark.parametrize("kind", ["python", pytest.param("native", marks=needs_native)])
@@ -142,7 +142,7 @@ def test_pages_arrive_whatever_their_runs(data: st.DataObject) -> None:
     sides = []
     lengths = draw(st.lists(st.integers(1, 3000), min_size=1, max_size=4))
     period = draw(st.sampled_from([0, 1, 3, 16]))
-    digest = (period, draw(st.integers(0, 20)))
+    digest = page_io.DigestRule(period, draw(st.integers(0, 20)))
     for _ in range(2):
         phases, pages = draw(st.integers(1, 3)), draw(st.integers(1, 8))
         cut = list(lengths)
@@ -177,7 +177,9 @@ def test_pages_arrive_whatever_their_runs(data: st.DataObject) -> None:
         patch.undo()
     assert result[1] == count
     assert page_bytes(target, pieces[1]) == expected
-    hashed = [page for i, page in enumerate(expected) if period and (digest[1] + i) % period == 0]
+    hashed = [
+        page for i, page in enumerate(expected) if period and (digest.phase + i) % period == 0
+    ]
     assert digests == [digests_of(hashed)] * 2
     # Nothing else was written.
     untouched = bytearray(target)
@@ -206,7 +208,7 @@ def runs_of(memory: bytes, piece: PageChunk) -> list[bytes]:
 @pytest.mark.parametrize("digest", [NO_DIGEST, EVERY])
 @pytest.mark.usefixtures("loop")
 def test_more_runs_and_bytes_than_one_batch_holds(
-    digest: tuple[int, int], pair: tuple[socket.socket, socket.socket]
+    digest: page_io.DigestRule, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     small = random_memory(5 * 64 * 1500)
     large = random_memory(3 << 20)
@@ -400,9 +402,9 @@ def test_everything_is_checked_before_a_byte_moves(
     [
         {"segments": array("i", [0, 16, 8])},
         {"ids": b"12345678"},
-        {"digest": (-1, 0)},
-        {"digest": (2**40, 0)},
-        {"digest": (1, -1)},
+        {"digest": page_io.DigestRule(-1, 0)},
+        {"digest": page_io.DigestRule(2**40, 0)},
+        {"digest": page_io.DigestRule(1, -1)},
         {"nbytes": -1},
         {"segments": int64(0, 0, 2**62, 0, 0, 2**62)},
     ],

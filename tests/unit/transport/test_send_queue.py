@@ -11,15 +11,14 @@ from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.protocol.frames import FrameHeader
 from kvconnect.testing.buffers import plain_unit
 from kvconnect.transport.base import (
-    MAX_UNREAD_BYTES,
     Drained,
-    EventQueue,
     IncomingPages,
     MessageReceived,
     OutgoingPages,
     PagesSent,
     PeerId,
 )
+from kvconnect.transport.event_queue import MAX_UNREAD_BYTES, EventQueue
 from kvconnect.transport.tcp.send_queue import (
     MAX_FRAME_BYTES,
     MIN_BYTES_PER_S,
