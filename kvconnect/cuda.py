@@ -70,8 +70,10 @@ class CudaContext:
         least, greatest = ctypes.c_int(0), ctypes.c_int(0)
         stream = ctypes.c_void_p()
         with self._here():
-            limits = ctypes.byref(least), ctypes.byref(greatest)
-            check(self.library.cuCtxGetStreamPriorityRange(*limits), "cuCtxGetStreamPriorityRange")
+            status = self.library.cuCtxGetStreamPriorityRange(
+                ctypes.byref(least), ctypes.byref(greatest)
+            )
+            check(status, "cuCtxGetStreamPriorityRange")
             priority = greatest if urgent else least
             status = self.library.cuStreamCreateWithPriority(
                 ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING), priority
@@ -116,8 +118,10 @@ class CudaContext:
     def follow(self, stream: int, event: int) -> None:
         """Make later work of a stream wait for an event."""
         with self._here():
-            handles = ctypes.c_void_p(stream), ctypes.c_void_p(event)
-            check(self.short_calls.cuStreamWaitEvent(*handles, 0), "cuStreamWaitEvent")
+            status = self.short_calls.cuStreamWaitEvent(
+                ctypes.c_void_p(stream), ctypes.c_void_p(event), 0
+            )
+            check(status, "cuStreamWaitEvent")
 
     def await_event(self, event: int) -> None:
         """Block only the calling thread until the device has passed an event."""
@@ -128,8 +132,9 @@ class CudaContext:
         """Return the seconds between two timing events that the device has passed."""
         taken = ctypes.c_float(0.0)
         with self._here():
-            handles = ctypes.c_void_p(start), ctypes.c_void_p(end)
-            status = self.library.cuEventElapsedTime(ctypes.byref(taken), *handles)
+            status = self.library.cuEventElapsedTime(
+                ctypes.byref(taken), ctypes.c_void_p(start), ctypes.c_void_p(end)
+            )
             check(status, "cuEventElapsedTime")
         return taken.value / 1e3
 

@@ -431,6 +431,61 @@ def repeated_files(texts: Collection[str]) -> dict[str, list[str]]:
     return {name: paths for name, paths in found.items() if len(paths) > 2 and name not in free}
 
 
+# Topics and arguments ---------------------------------------------------------------------------
+
+NOT_YET = {
+    "disaggregation/": "not yet: the planners of hand-offs",
+    "engines/": "not yet: what is made for an engine is packed",
+    "tiers/": "not yet: a block is a plain tuple",
+}
+"""Path of a package -> why it may still have banners and packed arguments."""
+
+BANNER = re.compile(r"# .* -{10,}")
+
+
+def banners(path: str, text: str) -> list[str]:
+    """Banners between sections of a module: each section is a topic, for a module of its own."""
+    lines = enumerate(text.splitlines(), 1)
+    return [f"{path}:{number}: {line}" for number, line in lines if BANNER.fullmatch(line)]
+
+
+def packed_arguments(path: str, text: str) -> list[str]:
+    """Calls that unpack a tuple which the same function has written down: two values of it can be
+    swapped unseen."""
+    return [
+        f"{path}:{call.lineno}: {ast.unparse(argument)}"
+        for function in ast.walk(ast.parse(text))
+        if isinstance(function, FUNCTIONS | ast.Module)
+        for call in own_nodes(function)
+        if isinstance(call, ast.Call)
+        for argument in call.args
+        if isinstance(argument, ast.Starred)
+        and (
+            isinstance(argument.value, ast.Tuple | ast.List)
+            or (isinstance(argument.value, ast.Name) and argument.value.id in packed(function))
+        )
+    ]
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function or module, without those of functions inside it."""
+    for child in ast.iter_child_nodes(function):
+        if not isinstance(child, FUNCTIONS):
+            yield child
+            yield from own_nodes(child)
+
+
+def packed(function: ast.AST) -> set[str]:
+    """Names to which a function assigns a tuple of several values that it writes down."""
+    return {
+        target.id
+        for node in own_nodes(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
 # Calls ------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ from kvconnect.offload.streams import DeviceFence, make_streams
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport import base, inproc
+from kvconnect.transport import event_queue, inproc
 from kvconnect.transport.base import Event, Fence
 from kvconnect.transport.inproc import InprocTransport, Network
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
@@ -436,7 +436,7 @@ def play(
 
 
 def _replace_modules(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    for module in (inproc, base, agent, layer_queue, staging):
+    for module in (inproc, event_queue, agent, layer_queue, staging):
         monkeypatch.setattr(module, "threading", world.threading)
     for module in (agent, prefill_executor, decode_executor, sessions):  # type: ignore[assignment]
         monkeypatch.setattr(module, "time", world.time)
