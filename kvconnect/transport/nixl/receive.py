@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvconnect.bounded import remember
 from kvconnect.errors import ProtocolError, TransferFailed
 from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.codec import MAX_MESSAGE
@@ -87,9 +88,7 @@ class InboundWrites:
             if read is None or read.ended or self._closed:
                 return read is not None
             read.ended = True
-            self._ended[number] = None
-            if len(self._ended) > _MAX_ENDED:
-                del self._ended[next(iter(self._ended))]
+            remember(self._ended, number, None, _MAX_ENDED)
             read.stopped = not read.exposed
             if not read.stopped:
                 read.waits.enter_context(self._context.watch.over(number, 0))

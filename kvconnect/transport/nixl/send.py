@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from kvconnect.bounded import remember
 from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.protocol.nixl_messages import (
     MAX_UNITS,
@@ -151,9 +152,7 @@ class OutboundWrites:
     def on_stop(self, number: int) -> None:
         """Stop a read; tell the reader once no write of it is under way."""
         with self._lock:
-            self._stopped[number] = None
-            if len(self._stopped) > _MAX_STOPPED:
-                del self._stopped[next(iter(self._stopped))]
+            remember(self._stopped, number, None, _MAX_STOPPED)
             read = self._reads.get(number)
             if read is not None:
                 read.stopped = True

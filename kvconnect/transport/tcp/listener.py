@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvconnect.bounded import remember
 from kvconnect.errors import ProtocolError, Refused, contained
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.transport.base import UNAUTHENTICATED, PeerDown
@@ -350,10 +351,7 @@ class RejectionLog:
         if known or self._lines >= LINES_PER_MINUTE:
             self._suppressed += 1
             return
-        self._logged_at.pop(kind, None)
-        self._logged_at[kind] = now
-        if len(self._logged_at) > MAX_KINDS:
-            del self._logged_at[next(iter(self._logged_at))]
+        remember(self._logged_at, kind, now, MAX_KINDS)
         more = f" ({self._suppressed} more since the last such line)" if self._suppressed else ""
         self._lines, self._suppressed = self._lines + 1, 0
         logger.warning("%s: rejected: %s%s", host, text, more)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvconnect.bounded import remember
 from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.protocol.frames import FrameHeader
 from kvconnect.transport.base import (
@@ -132,9 +133,7 @@ class SendQueue:
             expected = self._expected.pop(read_id, None)
             if expected:
                 expected.stop[0] = 1
-                self._ended[read_id] = None
-                if len(self._ended) > _MAX_ENDED:
-                    del self._ended[next(iter(self._ended))]
+                remember(self._ended, read_id, None, _MAX_ENDED)
             self._draining.add(read_id)
             self.watch.shorten(read_id)
             self._report_drained(read_id)

@@ -103,13 +103,13 @@ def test_swapped_pages_are_found_by_their_digests(
 ) -> None:
     paired = send.paired
 
-    def swapped(*runs: send.LocatedUnit) -> object:
+    def swapped(*runs: send.LocatedUnit) -> PairedRuns:
         ours, theirs, _ = (
             array("q", (v + i * 4096 for v in part for i in range(100)))[:100]
             for part in paired(*runs)  # one run of all pages: cut it into pages again
         )
         ours[0], ours[-1] = ours[-1], ours[0]
-        return ours, theirs, array("q", [4096] * 100)
+        return PairedRuns(ours, theirs, array("q", [4096] * 100))
 
     monkeypatch.setattr(send, "paired", swapped)
     with pair(digest=digest) as link:
