@@ -8,6 +8,7 @@ import sys
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from tests.sglang.server import PAGE, GenerateRouter, SglangServer
 KEYS = {"a": "sk-0123456789abcdef", "b": "sk-4a7f0c2be19d4e5f"}
 DIGITS = "0123456789abcdef"
 LONG = 160  # tokens that take a while
+ENDLESS = 1500  # more than a test takes
 OTHERS = 6
 
 
@@ -69,6 +71,7 @@ class Tenants(NamedTuple):
     """A router with API keys in front of two servers, as each of its two tenants asks it."""
 
     servers: tuple[SglangServer, SglangServer]
+    args: tuple[str, ...]
     a: GenerateRouter
     b: GenerateRouter
 
@@ -87,7 +90,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     servers = SglangServer(), SglangServer()
     args = ("--unified", "--api-key-file", str(path))
     with side_by_side(*servers), GenerateRouter([], list(servers), args) as router:
-        yield Tenants(servers, as_tenant(router, "a"), as_tenant(router, "b"))
+        yield Tenants(servers, args, as_tenant(router, "a"), as_tenant(router, "b"))
 
 
 def answer(client: Any, body: dict[str, Any]) -> Any:
@@ -126,8 +129,9 @@ def test_labels_and_hints_of_a_client_reach_no_server(tenants: Tenants) -> None:
 def test_unknown_fields_are_refused_where_keys_are_set(tenants: Tenants) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
         answer(tenants.a, tenants.a.body([1, 2, 3], 4, session_params={"id": "b's"}))
-    assert refused.value.code == 400
-    assert b"--pass-field session_params" in refused.value.read()
+    with refused.value as error:
+        assert error.code == 400
+        assert b"--pass-field session_params" in error.read()
 
 
 def test_clients_see_their_own_ids(tenants: Tenants) -> None:
@@ -148,6 +152,32 @@ def test_tenants_share_no_blocks_whatever_salts_they_send(tenants: Tenants) -> N
     assert min(cached) >= 7 * PAGE, "the control: its own blocks"
     for own in ({}, {"cache_salt": "b"}, {"cache_salt": KEYS["b"]}):
         assert tenants.a.complete(prompt, 2, **own).cached == 0
+
+
+def test_one_tenant_s_open_requests_are_limited_and_leave_room_for_others(
+    tenants: Tenants,
+) -> None:
+    """By a router with a limit in front of the same servers; without one, all are served."""
+    args = (*tenants.args, "--client-concurrent", "2")
+    prompt = prompt_tokens(20)
+    with GenerateRouter([], list(tenants.servers), args) as limited:
+        a, b = as_tenant(limited, "a"), as_tenant(limited, "b")
+        with streaming(b, prompt), streaming(b, prompt):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                answer(b, b.body(prompt, 1))
+            refused.value.close()
+            assert refused.value.code == 429
+            assert len(a.complete(prompt, 1).tokens) == 1
+    with streaming(tenants.b, prompt), streaming(tenants.b, prompt):  # the control
+        assert len(tenants.b.complete(prompt, 1).tokens) == 1
+
+
+@contextmanager
+def streaming(client: GenerateRouter, prompt: list[int]) -> Iterator[None]:
+    """A request that is answered as long as the context lasts."""
+    with client.open("/generate", client.body(prompt, ENDLESS, stream=True)) as lines:
+        assert lines.readline().startswith(b"data: ")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +230,7 @@ def test_a_stream_with_logprobs_of_the_prompt_is_refused(handed_over: GenerateRo
     body = handed_over.body([1, 2], 4, return_logprob=True, logprob_start_len=0, stream=True)
     with pytest.raises(urllib.error.HTTPError) as refused:
         answer(handed_over, body)
+    refused.value.close()
     assert refused.value.code == 400
 
 
