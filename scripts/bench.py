@@ -71,6 +71,7 @@ PLAN = (
     Run("handoff", 16, arguments=("--quick",)),
     Run("sharing", 20),
     Run("sglang_handoff", 30, needs=(SGLANG,), python=SGLANG, arguments=("--quick",)),
+    Run("fuzz", 90, needs=(SGLANG,), arguments=("--hours", "0.5")),
     Run("choosing", 110, needs=(SGLANG, PEERS)),
     Run("serve", 170, needs=(SGLANG, PEERS)),
     Run("models", 50, arguments=("--again",)),
