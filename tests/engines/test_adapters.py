@@ -19,9 +19,10 @@ def ask(server: Server, name: str) -> Answer:
 
 def test_an_adapter_never_gets_the_kv_of_its_former_weights(tmp_path: Path) -> None:
     """Neither removed and loaded again, nor loaded again in place. Controls: before the change, and
-    after a reset of the connector, its KV is found; the base model's is found throughout."""
+    after a reset of the connector, its KV is found; the base model's is found throughout. The disk
+    names blocks by an adapter's weights: it has them from the adapters of other names."""
     poet = write(tmp_path / "poet", 1)
-    connector = kv_transfer(host_bytes=HOST, disk=disk(tmp_path / "disk"))
+    connector = kv_transfer(host_bytes=HOST, disk=disk(tmp_path / "disk"), load_when="always")
     with Server("llama", connector, args=LORA, env=RUNTIME) as server:
         for name, seed in (("first", 1), ("second", 2)):  # the same weights under other names
             load(server, name, write(tmp_path / name, seed))
@@ -31,8 +32,8 @@ def test_an_adapter_never_gets_the_kv_of_its_former_weights(tmp_path: Path) -> N
 
         load(server, "poet", poet)
         for number, (new, old) in enumerate([(second, first), (first, second)]):
-            assert ask(server, "poet").tokens == old.tokens
-            assert ask(server, "poet") == Answer(old.tokens, FULL)
+            for _ in range(2):
+                assert ask(server, "poet") == Answer(old.tokens, FULL)
             write(tmp_path / "poet", 2 - number)
             if number:
                 load(server, "poet", poet, load_inplace=True)
@@ -44,8 +45,6 @@ def test_an_adapter_never_gets_the_kv_of_its_former_weights(tmp_path: Path) -> N
             assert ask(server, "model") == Answer(base.tokens, FULL)
             settle(server)
             server.post("/reset_prefix_cache?reset_external=true")
-            # What the disk has of unchanged weights may be found, if loading it is faster.
-            assert ask(server, "model").tokens == base.tokens
-        assert ask(server, "poet").tokens == first.tokens
+            assert ask(server, "model") == Answer(base.tokens, FULL)
         assert ask(server, "poet") == Answer(first.tokens, FULL)
         assert_nothing_leaks(server)
