@@ -86,10 +86,9 @@ endif
 test-vllm: $(READY)
 	$(call part,pytest,pytest --numprocesses=2 --durations=20 $(RERUN))
 
-# Without tests/sglang/schedulers, which are run with their own path and by `make fuzz`.
 test-sglang: $(SGLANG_READY)
 	$(call part,pytest tests/sglang,scripts/in-netns $(SGLANG_BIN)/python -m pytest tests/sglang \
-	  --ignore=tests/sglang/schedulers $(or $(PYTEST_ARGS),$(RERUN)))
+	  $(or $(PYTEST_ARGS),$(RERUN)))
 
 demo: $(READY)
 	@python demo/demo.py
