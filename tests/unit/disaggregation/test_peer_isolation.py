@@ -205,7 +205,7 @@ def test_the_last_word_of_a_reader_is_the_last_notice(stack: ExitStack) -> None:
     p.step(offers=[OfferBlocks(TRANSFER)])
     for read_id in range(3):
         side._run_actions(
-            side._sender.on_request(ask(read_id, transfer=TRANSFER, parts=[(0, read_id, 1)]), 0.0)
+            side._sender.on_request(ask(read_id, transfer=TRANSFER)._replace(held=read_id), 0.0)
         )
         if read_id < 2:
             side._run_actions(side._sender.cancel(3, read_id))
