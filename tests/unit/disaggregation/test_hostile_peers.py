@@ -26,20 +26,22 @@ def test_a_bug_that_a_peer_finds_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         PrefillPlanner, "on_request", lambda *_: 1 / 0
     )  # what most of them say first
-    assert peers.run(limit=400, seed=3).crashes
+    play_until(lambda outcome: outcome.crashes, peers._play_readers)
 
 
-def play_sources_until(found: Callable[[Outcome], int]) -> None:
+def play_until(
+    found: Callable[[Outcome], int], play: Callable[[Outcome, random.Random, int], None]
+) -> None:
     outcome, rng = Outcome(), random.Random(3)
     while not found(outcome):
         assert outcome.cases < peers.MESSAGES, "the fault was not found"
-        peers._play_sources(outcome, rng, 400)
+        play(outcome, rng, 400)
 
 
 def test_a_bug_that_a_source_finds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a source is heard after it was asked for pages."""
     monkeypatch.setattr(DecodePlanner, "alive", lambda *_: 1 / 0)
-    play_sources_until(lambda outcome: outcome.crashes)
+    play_until(lambda outcome: outcome.crashes, peers._play_sources)
 
 
 def test_a_reader_that_takes_wrong_pages_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,4 +53,4 @@ def test_a_reader_that_takes_wrong_pages_is_found(monkeypatch: pytest.MonkeyPatc
         return received(self, *before, (), now)  # type: ignore[call-arg]
 
     monkeypatch.setattr(DecodePlanner, "received", trusting)
-    play_sources_until(lambda outcome: outcome.wrong)
+    play_until(lambda outcome: outcome.wrong, peers._play_sources)
