@@ -87,12 +87,11 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """The connector's part in the engine core."""
         self._expect(KVConnectorRole.SCHEDULER)
         cache = translate.scheduled_cache(self._vllm_config, self._kv_cache_config)
-        made = self._vllm_config, cache, self._config
         idle = why_idle(self._vllm_config, self._kv_cache_config)
         if idle:
             logger.warning("KVConnect stores and loads nothing: %s", idle)
-            return IdleScheduler(*made)
-        scheduler = ConnectorScheduler(*made)
+            return IdleScheduler(self._vllm_config, cache, self._config)
+        scheduler = ConnectorScheduler(self._vllm_config, cache, self._config)
         weights.follow_core(scheduler)
         if translate.is_traced(self._vllm_config):
             from kvconnect.engines.vllm.tracing import RequestTracing

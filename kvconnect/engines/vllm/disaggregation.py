@@ -95,9 +95,12 @@ class DisaggregationScheduler:
             ),
             ShareTickets(keys, stats),
         )
-        limits = (parallel.world_size, config.disaggregation.lease_s, config.deadline_s)
-        self.leases = Leases(groups, stats, LeaseLimits(*limits))
-        self.receives = Receives(groups, stats, ReceiveLimits(*limits))
+        workers, lease_s = parallel.world_size, config.disaggregation.lease_s
+        deadline_s = config.deadline_s
+        lease_limits = LeaseLimits(workers=workers, lease_s=lease_s, deadline_s=deadline_s)
+        receive_limits = ReceiveLimits(workers=workers, lease_s=lease_s, deadline_s=deadline_s)
+        self.leases = Leases(groups, stats, lease_limits)
+        self.receives = Receives(groups, stats, receive_limits)
         # Live requests whose hand-off failed. If one loads again, vLLM 0.32 wants as many free
         # blocks beside its own as the failed load returned; until then all other requests wait.
         self.failed: set[str] = set()

@@ -95,8 +95,7 @@ class TierScheduler:
         self._timed = 0  # number of the last step in it
         self._ended = 0.0  # when the last step ended
         self._offers = Offers(host.index, peers.get("listen", "off") != "off")
-        shared = (host.index, groups, host.stats)
-        self.plan = TierPlan(*shared, limits, self._choose, self._fetched)
+        self.plan = TierPlan(host.index, groups, host.stats, limits, self._choose, self._fetched)
         write_backs = self.plan.write_backs
         self._removals = Removals(write_backs, host.stats, workers, config.deadline_s)
         if self._writes:

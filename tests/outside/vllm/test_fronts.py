@@ -97,7 +97,7 @@ def of(server: Process) -> openai.OpenAI:
 
 QUESTION = [{"role": "user", "content": "What do blocks, pages and ranks have in common? " * 12}]
 GREEDY: dict[str, Any] = {"model": "model", "temperature": 0}
-CLAUDE: dict[str, Any] = {"model": "model", "extra_body": {"temperature": 0}}
+MESSAGES: dict[str, Any] = {"model": "model", "extra_body": {"temperature": 0}}
 
 
 def chat(client: openai.OpenAI) -> str:
@@ -120,13 +120,13 @@ def responses(server: Process) -> str:
 
 
 def messages(server: Process) -> str:
-    answer = _anthropic(server).messages.create(messages=QUESTION, max_tokens=NEW, **CLAUDE)
+    answer = _anthropic(server).messages.create(messages=QUESTION, max_tokens=NEW, **MESSAGES)
     return "".join(block.text for block in answer.content if block.type == "text")
 
 
 def streamed_messages(server: Process) -> str:
     client = _anthropic(server)
-    with client.messages.stream(messages=QUESTION, max_tokens=NEW, **CLAUDE) as stream:
+    with client.messages.stream(messages=QUESTION, max_tokens=NEW, **MESSAGES) as stream:
         return "".join(stream.text_stream)
 
 
