@@ -61,10 +61,17 @@ def _deaf(scheduler: Any) -> _Mend:
     return lambda: setattr(KVConnectManager, "poll_agent", original)
 
 
+def _unseen(scheduler: Any) -> _Mend:
+    """Never look at transfers under way."""
+    scheduler.process_disagg_prefill_inflight_queue = lambda *_: []
+    return lambda: delattr(scheduler, "process_disagg_prefill_inflight_queue")
+
+
 BREAKAGES: dict[str, Callable[[Any], _Mend]] = {
     "page": _page,
     "room": _room,
     "loop": _loop,
     "order": _order,
     "deaf": _deaf,
+    "unseen": _unseen,
 }

@@ -101,9 +101,10 @@ def test_decode_gives_up_before_it_asked(pair: Pair) -> None:
 
 @pytest.mark.parametrize("pair", ["overlap", "plain"], indirect=True)
 def test_decode_asks_again_before_prefill_has_seen_the_end(pair: Pair) -> None:
-    """Decode has received, gives its KV up and asks for the room again, while prefill's loop stands
-    still with the first transfer in its hands."""
+    """Decode has received, gives its KV up and asks for the room again, while prefill has the first
+    transfer in its hands."""
     request = pair.request(_prompt(40), 30)
+    pair.break_("prefill", "unseen")
     pair.send(request)
     prefill = pair.engines["prefill"].ranks[0]
     pair.until(lambda: prefill.state["queues"]["in flight"] == 1, "prefill computes")
@@ -115,6 +116,8 @@ def test_decode_asks_again_before_prefill_has_seen_the_end(pair: Pair) -> None:
     pair.until(lambda: decode.state["queues"]["in transfer"] == 1, "decode asks", "decode")
     for _ in range(200):
         pair.step("decode")
+    assert "prefill" not in request.ended
+    pair.mend("prefill")
     pair.finish()
     assert request.ended["decode"] == "length"
     assert pair.seen["recomputed"] == 1
