@@ -52,7 +52,7 @@ SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py 
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-vllm test-sglang demo demo-sglang bench bench-sglang bench-serve models outside outside-quick docs gpu fuzz sanitize release lock clean
+.PHONY: setup setup-sglang test test-engines test-units test-sglang demo demo-sglang bench bench-sglang bench-serve models outside outside-quick docs gpu fuzz sanitize release lock clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -76,15 +76,19 @@ test: $(READY)
 	$(call part,ruff format,ruff format --check .)
 	$(call part,mypy,mypy)
 ifeq ($(PYTEST_ARGS),)
-	@$(MAKE) --no-print-directory --jobs=2 test-vllm setup-sglang
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target sanitize test-sglang outside-quick
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=line \
+	  test-engines setup-sglang test-units test-sglang sanitize outside-quick
 else
 	$(call part,pytest,pytest $(PYTEST_ARGS))
 endif
 
-# One process has the tests with engines, the other has the rest (tests/conftest.py).
-test-vllm: $(READY)
-	$(call part,pytest,pytest --numprocesses=2 --durations=20 $(RERUN))
+# The longest part, beside which the others run one after the other: two engines of vLLM at a time
+# would need more than two cores.
+test-engines: $(READY)
+	$(call part,pytest tests/engines,pytest tests/engines --durations=20 $(RERUN))
+
+test-units: $(READY)
+	$(call part,pytest,pytest --ignore=tests/engines --durations=20 $(RERUN))
 
 test-sglang: $(SGLANG_READY)
 	$(call part,pytest tests/sglang,scripts/in-netns $(SGLANG_BIN)/python -m pytest tests/sglang \

@@ -45,33 +45,6 @@ settings.load_profile("kvconnect")
 collect_ignore = [] if importlib.util.find_spec("vllm") else ["engines", "schedulers"]
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which not every environment has
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Where several processes share the tests, give one of them all that start engines, since two
-    engines would need more than two cores, and the others the rest, file by file. Files go out in
-    the order of ``pytest_collection_modifyitems``, not in that of their numbers of tests."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    config.option.loadscopereorder = False
-
-    class EnginesInOneProcess(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            engines = "tests/engines/"
-            return engines if nodeid.startswith(engines) else nodeid.partition("::")[0]
-
-    return EnginesInOneProcess(config, log)
-
-
-LONGEST = (
-    "tests/engines/",
-    "tests/unit/copy/test_ordering.py",
-    "tests/unit/project/test_benchmarks.py",
-    "tests/unit/router/test_hostile.py",
-    "tests/unit/transport/",
-)
-"""What takes longest: a process that begins with it last would keep the others waiting."""
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Leave what tests import out of garbage collections, which would look at all of it again and
@@ -89,8 +62,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by folder, skip those whose device this machine lacks, put the longest first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    """Mark tests by folder, and skip those whose device this machine lacks."""
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         parts = item.path.relative_to(HERE).parts
