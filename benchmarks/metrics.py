@@ -215,7 +215,7 @@ def measure_transfers() -> dict[str, float]:
 
 def measure_router(endpoint: str) -> dict[str, float]:
     """Return the microseconds that a request's spans cost the router."""
-    from kvconnect.router.metrics import RequestOutcome, UpstreamOutcome
+    from kvconnect.router.metrics import CallOutcome, RequestOutcome
     from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
     from kvconnect.router.policy.fleet_view import Role, Target
     from kvconnect.router.policy.ranking import RankingReason
@@ -231,16 +231,15 @@ def measure_router(endpoint: str) -> dict[str, float]:
     request: Any = SimpleNamespace(
         method="POST", path="/v1/completions", scheme="http", headers=headers
     )
-    reply: Any = SimpleNamespace(status=200, choice=choice)
 
     def requests(spans: RouterSpans) -> None:
         for _ in range(REPEAT // 10):
             of = spans.of(request)
             of.chosen(choice)
-            for span in [of.upstream_request(engine, place) for engine in engines]:
+            for span in [of.call(engine, place) for engine in engines]:
                 span.headers()
-                span.end(UpstreamOutcome.OK)
-            of.end(RequestOutcome.OK, reply)
+                span.end(CallOutcome.OK)
+            of.end(RequestOutcome.OK, 200, choice)
 
     off = RouterSpans()
     os.environ |= {
@@ -310,19 +309,18 @@ def engine_registry() -> Any:
 
 def router_registry() -> tuple[Any, Callable[[], None]]:
     """Return all series of a router in front of 100 engines, and what it does before a scrape."""
-    from kvconnect.router.metrics import RouterMetrics
+    from kvconnect.router.metrics import EngineLoads, RouterMetrics
     from kvconnect.router.policy.fleet_view import Role, TargetLoad
 
     metrics, ranks = RouterMetrics(), [TargetLoad(own=100, foreign=200)] * RANKS
     roles = [Role.PREFILL, Role.DECODE] * (PEERS // 2)
-    loads = SimpleNamespace(at=lambda _: ranks)
-    engines: list[Any] = [
-        SimpleNamespace(role=role, url=f"http://10.0.0.{number}:8000", loads=loads)
+    engines = [
+        EngineLoads(role, f"http://10.0.0.{number}:8000", ranks)
         for number, role in enumerate(roles)
     ]
     for engine in engines:
-        metrics.add_upstream(engine.role, engine.url)
-    return metrics.registry, lambda: metrics.tokens(engines, time.monotonic())
+        metrics.add_engine(engine.role, engine.url)
+    return metrics.registry, lambda: metrics.tokens(engines)
 
 
 def main() -> None:

@@ -110,18 +110,8 @@ PURE = (
     ),
     *("observability/metrics/catalog.py", "observability/metrics/router_catalog.py"),
     *("observability/metrics/model.py", "observability/metrics/rates.py"),
-    *(
-        "router/policy/",
-        "router/api_keys.py",
-        "router/apis.py",
-        "router/body.py",
-        "router/fields.py",
-        "router/media.py",
-        "router/options.py",
-        "router/request_ids.py",
-        "router/retries.py",
-    ),
-    *("router/http/engine_bodies.py", "router/http/logprobs.py", "router/fleet/kv_events.py"),
+    *("router/policy/", "router/requests/", "router/api_keys.py", "router/options.py"),
+    "router/fleet/kv_events.py",
     *("router/fleet/pairing.py", "router/fleet/reports.py", "router/fleet/cache_reports.py"),
 )
 """Modules that decide and never do: no I/O, no clock, no thread, no tensor. Time and randomness

@@ -134,7 +134,7 @@ UNWATCHED = {
     "threads.py::Thread",  # supervises threads
     "router/supervisor.py::create_task",  # supervises tasks
     "router/exchange.py::create_task",  # these wait for the task where they start it
-    "router/http/pool.py::ensure_future",
+    "router/connections/pool.py::ensure_future",
     "router/fleet/probe.py::create_task",
     "router/fleet/watch.py::ensure_future",
 }

@@ -19,10 +19,10 @@ from aiohttp import web
 
 from kvconnect.errors import ConfigError, KVConnectError, Refused
 from kvconnect.router.cache_admin import CacheAdmin
+from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import ADMIN, Membership
 from kvconnect.router.fleet.role_switch import RoleSwitch
-from kvconnect.router.fleet.upstreams import Fleet, Upstream
-from kvconnect.router.options import worker_of
+from kvconnect.router.options import engine_spec
 from kvconnect.router.policy.fleet_view import Role
 
 _MAX_BODY_BYTES = 16 * 2**20  # of a prompt for /cache
@@ -41,18 +41,18 @@ class Admin:
     async def workers(self, request: web.Request) -> web.Response:  # noqa: ARG002
         """List all engines with their state and load."""
         now = time.monotonic()
-        return web.json_response([self._described(upstream, now) for upstream in self._fleet.all()])
+        return web.json_response([self._described(engine, now) for engine in self._fleet.all()])
 
     async def add(self, request: web.Request) -> web.Response:
         """Add an engine."""
         role, text = await _named_in(request, "worker")
         try:
-            upstream = self._membership.add(role, worker_of("worker", text), ADMIN)
+            engine = self._membership.add(role, engine_spec("worker", text), ADMIN)
         except ConfigError as error:
             return _refused(400, str(error))
         except Refused as error:
             return _refused(409, str(error))
-        return web.json_response(self._described(upstream, time.monotonic()), status=201)
+        return web.json_response(self._described(engine, time.monotonic()), status=201)
 
     async def drain(self, request: web.Request) -> web.Response:
         """Send no more requests to an engine."""
@@ -64,19 +64,19 @@ class Admin:
 
     async def switch(self, request: web.Request) -> web.Response:
         """Switch an engine to the other role; answers when it has switched or has been refused."""
-        upstream = await self._engine_in(request)
+        engine = await self._engine_in(request)
         try:
-            new = await self._switch.switch(upstream, self._drain_s)
+            new = await self._switch.switch(engine, self._drain_s)
         except Refused as error:
             return _refused(409, str(error))
         return web.json_response(self._described(new, time.monotonic()))
 
-    async def _end(self, request: web.Request, end: Callable[[Upstream], None]) -> web.Response:
-        upstream = await self._engine_in(request)
-        end(upstream)
-        return web.json_response(self._described(upstream, time.monotonic()))
+    async def _end(self, request: web.Request, end: Callable[[Engine], None]) -> web.Response:
+        engine = await self._engine_in(request)
+        end(engine)
+        return web.json_response(self._described(engine, time.monotonic()))
 
-    async def _engine_in(self, request: web.Request) -> Upstream:
+    async def _engine_in(self, request: web.Request) -> Engine:
         """Return the engine that the body names.
 
         Raises:
@@ -84,26 +84,26 @@ class Admin:
             Refused: the body names no engine.
         """
         role, url = await _named_in(request, "url")
-        upstream = self._membership.find(role, url.rstrip("/"))
-        if upstream is None:
+        engine = self._membership.find(role, url.rstrip("/"))
+        if engine is None:
             raise _UnknownEngine(f"there is no {role.value} engine {url}")
-        return upstream
+        return engine
 
-    def _described(self, upstream: Upstream, now: float) -> dict[str, Any]:
-        ranks = upstream.loads.at(now)
+    def _described(self, engine: Engine, now: float) -> dict[str, Any]:
+        ranks = engine.loads.at(now)
         return {
-            "role": upstream.role.value,
-            "number": upstream.index,
-            "url": upstream.url,
-            "engine": upstream.worker.engine.value,
-            "version": upstream.worker.version or upstream.info.version,
-            "models": list(upstream.info.models),
-            "up": upstream.up,
-            "draining": upstream.draining,
-            "trusted": upstream.breaker.allows(now),
-            "proven": self._fleet.pairing.proven((upstream.role, upstream.index)),
-            "broken": self._fleet.broken(upstream),
-            "requests": upstream.open,
+            "role": engine.role.value,
+            "number": engine.index,
+            "url": engine.url,
+            "engine": engine.spec.kind.value,
+            "version": engine.spec.version or engine.info.version,
+            "models": list(engine.info.models),
+            "up": engine.up,
+            "draining": engine.draining,
+            "trusted": engine.breaker.allows(now),
+            "proven": self._fleet.pairing.proven((engine.role, engine.index)),
+            "broken": self._fleet.broken(engine),
+            "requests": engine.open,
             "ranks": [{"own": load.own, "foreign": load.foreign} for load in ranks],
         }
 

@@ -21,22 +21,22 @@ from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, gene
 
 from kvconnect import memory
 from kvconnect.router.admin import make_admin
-from kvconnect.router.apis import APIS, Api
 from kvconnect.router.cache_admin import CacheAdmin
+from kvconnect.router.connections.pool import ConnectionPool
 from kvconnect.router.exchange import Exchange, Services
+from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import Membership
-from kvconnect.router.fleet.upstreams import Fleet, Upstream
-from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
 from kvconnect.router.http.draining import DrainingPrefills
-from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.http.request_reader import RequestReader
 from kvconnect.router.http.tenants import Tenant, Tenants
-from kvconnect.router.metrics import RouterMetrics
+from kvconnect.router.metrics import EngineLoads, RouterMetrics
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.fleet_view import Role
-from kvconnect.router.retries import Retries
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.apis import APIS, Api
+from kvconnect.router.requests.retries import Retries
 from kvconnect.router.supervisor import Supervisor
 from kvconnect.router.tracing import RouterSpans
 
@@ -61,14 +61,14 @@ class _FleetObserver:
     """Tells metrics and caches about changes in the fleet."""
 
     def __init__(self, metrics: RouterMetrics, caches: Caches) -> None:
-        self.add_upstream, self.remove_upstream = metrics.add_upstream, metrics.remove_upstream
+        self.add_engine, self.remove_engine = metrics.add_engine, metrics.remove_engine
         self._metrics, self._caches = metrics, caches
 
-    def up(self, upstream: Upstream) -> None:
+    def up(self, engine: Engine) -> None:
         """Record an engine's new state; forget the cache of one that went down."""
-        self._metrics.up(upstream)
-        if not upstream.up:
-            self._caches.forget(upstream.role, upstream.index, len(upstream.loads.own))
+        self._metrics.up(engine.role, engine.url, up=engine.up)
+        if not engine.up:
+            self._caches.forget(engine.role, engine.index, len(engine.loads.own))
 
 
 class RouterHandlers:
@@ -77,7 +77,8 @@ class RouterHandlers:
     def __init__(self, options: RouterOptions) -> None:
         self._options = options
         self._metrics = RouterMetrics()
-        caches = Caches(options)
+        rules = options.rules
+        caches = Caches(rules)
         self._fleet = Fleet(options, _FleetObserver(self._metrics, caches))
         self._turns = itertools.count()
         self._client = ConnectionPool(options.limits.silence_s)
@@ -89,6 +90,7 @@ class RouterHandlers:
         self.tenants = Tenants(options.listening.api_keys, isolate=options.listening.isolate)
         self._services = Services(
             options,
+            rules,
             self._fleet,
             self._metrics,
             self._client,
@@ -160,7 +162,8 @@ class RouterHandlers:
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
         """The router's metrics in Prometheus' text format."""
-        self._metrics.tokens(self._fleet.all(), time.monotonic())
+        now = time.monotonic()
+        self._metrics.tokens(EngineLoads(e.role, e.url, e.loads.at(now)) for e in self._fleet.all())
         body = generate_latest(self._metrics.registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -262,9 +265,9 @@ def _body_memory_bytes(largest: int) -> int:
     return max(largest, (memory.available_bytes() or 2**33) // 8)
 
 
-def _models(upstreams: Iterable[Upstream]) -> dict[str, Any]:
+def _models(engines: Iterable[Engine]) -> dict[str, Any]:
     """Return the models of all engines that are up: name -> entry of ``/v1/models``."""
-    up = [each.info.models for each in upstreams if each.up]
+    up = [each.info.models for each in engines if each.up]
     return {name: entry for models in up for name, entry in models.items()}
 
 

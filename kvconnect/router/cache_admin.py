@@ -29,15 +29,15 @@ from aiohttp import web
 from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import TOKENS, CacheHint, read_hints
 from kvconnect.protocol.options import OPTIONS_KEY, RECEIPT
-from kvconnect.router.body import SALT, read_body, token_ids_of
+from kvconnect.router.connections.http1 import ConnectionLost, Exhausted, Unreachable, request_head
+from kvconnect.router.connections.pool import ConnectionPool
 from kvconnect.router.fleet.cache_reports import cache_stats
-from kvconnect.router.fleet.upstreams import Fleet, Upstream
-from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.http1 import ConnectionLost, Exhausted, Unreachable, request_head
-from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.http.tenants import Tenants
-from kvconnect.router.policy.fleet_view import Engine, Role, Target
+from kvconnect.router.policy.fleet_view import EngineKind, Role, Target
 from kvconnect.router.policy.prefixes import PrefixIndex
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.body import SALT, read_body, token_ids_of
 
 PREWARM = "prewarm"
 CACHE_HINTS = (PREWARM, *(hint.value for hint in CacheHint))
@@ -85,7 +85,7 @@ class CacheAdmin:
         engines = [
             one
             for one in self._fleet.all()
-            if one.up and one.worker.engine is Engine.VLLM and model in one.info.models
+            if one.up and one.spec.kind is EngineKind.VLLM and model in one.info.models
             if not url or one.url == url.rstrip("/")
         ]
         if not engines:
@@ -136,7 +136,7 @@ class CacheAdmin:
         found = [self._found(one, rank, ids, salt) for one, rank in ranks]
         return web.json_response({"engines": found})
 
-    def _named(self, model: str, url: str) -> list[Upstream]:
+    def _named(self, model: str, url: str) -> list[Engine]:
         """Return the engines of a model and at a URL, each if given. Raises :class:`Refused`."""
         engines = [
             one
@@ -148,22 +148,20 @@ class CacheAdmin:
             raise Refused("model", f"model {model!r}, url {url!r}: there is no such engine")
         return engines
 
-    def _tells(self, upstream: Upstream) -> bool:
-        return upstream.role in self._indexes and bool(upstream.worker.events)
+    def _tells(self, engine: Engine) -> bool:
+        return engine.role in self._indexes and bool(engine.spec.events)
 
-    def _found(
-        self, upstream: Upstream, rank: int | None, ids: list[int], salt: str
-    ) -> dict[str, Any]:
-        named = {"role": upstream.role.value, "url": upstream.url, "rank": rank}
-        if not upstream.up:
+    def _found(self, engine: Engine, rank: int | None, ids: list[int], salt: str) -> dict[str, Any]:
+        named = {"role": engine.role.value, "url": engine.url, "rank": rank}
+        if not engine.up:
             return {**named, "error": "it is down"}
-        if not self._tells(upstream):
+        if not self._tells(engine):
             return {**named, "error": f"it does not report its blocks: {_FIX}"}
-        held = self._indexes[upstream.role].held(Target(upstream.index, rank), ids, salt)
+        held = self._indexes[engine.role].held(Target(engine.index, rank), ids, salt)
         tiers = {tier.name.lower(): count for tier, count in sorted(held.tiers.items())}
         return {**named, "prompt_tokens": len(ids), "tokens": held.tokens, "tiers": tiers}
 
-    async def _tokenized(self, body: dict[str, Any], engines: list[Upstream]) -> list[int]:
+    async def _tokenized(self, body: dict[str, Any], engines: list[Engine]) -> list[int]:
         """Return the token ids of a prompt, as one of its engines says. Raises :class:`Refused`."""
         raw = engine_bodies.encoded(body)
         why = "no engine is up"
@@ -180,25 +178,25 @@ class CacheAdmin:
                 why = f"{one.url}: {error or 'no answer'}"
         raise Refused("prompt", f"prompt: /tokenize gives no token ids of it, so send them: {why}")
 
-    async def _report(self, upstream: Upstream) -> dict[str, Any]:
+    async def _report(self, engine: Engine) -> dict[str, Any]:
         """Return what an engine's metrics say of its caches, or why they do not."""
-        engine = {
-            "role": upstream.role.value,
-            "url": upstream.url,
-            "engine": upstream.worker.engine.value,
-            "models": list(upstream.info.models),
-            "up": upstream.up,
-            "draining": upstream.draining,
+        named = {
+            "role": engine.role.value,
+            "url": engine.url,
+            "engine": engine.spec.kind.value,
+            "models": list(engine.info.models),
+            "up": engine.up,
+            "draining": engine.draining,
         }
-        if not upstream.up:
-            return {**engine, "error": "it is down"}
+        if not engine.up:
+            return {**named, "error": "it is down"}
         try:
-            status, answer = await self._pool.get(upstream.base, "/metrics", _REPORT_S)
+            status, answer = await self._pool.get(engine.base, "/metrics", _REPORT_S)
         except _NO_ANSWER as error:
-            return {**engine, "error": str(error) or "no answer"}
+            return {**named, "error": str(error) or "no answer"}
         if status != 200:
-            return {**engine, "error": f"/metrics answered {status}"}
-        return {**engine, **cache_stats(answer.decode("utf-8", "replace"))}
+            return {**named, "error": f"/metrics answered {status}"}
+        return {**named, **cache_stats(answer.decode("utf-8", "replace"))}
 
     def _salt(self, body: dict[str, Any], api_key: str) -> None:
         if not api_key:
@@ -209,15 +207,13 @@ class CacheAdmin:
         if tenant.secret:
             body[SALT] = tenant.salt(bytes(body.get(SALT, b"")))
 
-    async def _ask(
-        self, upstream: Upstream, rank: int | None, path: str, raw: bytes
-    ) -> dict[str, Any]:
+    async def _ask(self, engine: Engine, rank: int | None, path: str, raw: bytes) -> dict[str, Any]:
         """Return what a rank says: its receipt and hints, or why there are none."""
-        named = {"role": upstream.role.value, "url": upstream.url, "rank": rank}
+        named = {"role": engine.role.value, "url": engine.url, "rank": rank}
         headers = {} if rank is None else {engine_bodies.RANK_HEADER: str(rank)}
-        head = request_head(upstream.base, "POST", path, headers, len(raw))
+        head = request_head(engine.base, "POST", path, headers, len(raw))
         try:
-            status, answer = await self._pool.whole(upstream.base, head, raw, self._timeout_s)
+            status, answer = await self._pool.whole(engine.base, head, raw, self._timeout_s)
         except _NO_ANSWER as error:
             return {**named, "error": str(error) or "no answer"}
         if status != 200:
@@ -271,6 +267,6 @@ def _read(raw: Any) -> Any:
         raise Refused("body", f"it is not JSON: {error}") from error
 
 
-def _ranks(upstream: Upstream) -> list[int | None]:
-    ranks = len(upstream.loads.own)
+def _ranks(engine: Engine) -> list[int | None]:
+    ranks = len(engine.loads.own)
     return [None] if ranks <= 1 else list(range(ranks))

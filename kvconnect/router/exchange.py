@@ -20,27 +20,25 @@ from aiohttp import web
 
 from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import CacheHint
-from kvconnect.router.apis import Api
-from kvconnect.router.fleet.upstreams import Fleet, Upstream
+from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.fleet.engines import Engine, Fleet
+from kvconnect.router.fleet.receipts import OwedReceipts
 from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.handoff_bodies import bodies, mooncake_ticket
-from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency
 from kvconnect.router.http.draining import DrainingPrefills
-from kvconnect.router.http.logprobs import wants_prompt_logprobs, with_prompt_logprobs
-from kvconnect.router.http.pool import ConnectionPool
-from kvconnect.router.http.receipts import OwedReceipts, ReceiptStream
-from kvconnect.router.http.renamed import RenamedStream
-from kvconnect.router.http.reply import Reply
-from kvconnect.router.http.request_reader import ParsedRequest, RequestReader
-from kvconnect.router.http.tenants import Tenant
-from kvconnect.router.http.upstream_request import (
+from kvconnect.router.http.engine_call import (
+    EngineCall,
+    EngineFailed,
     EngineResponse,
     Overhead,
     Rejected,
-    UpstreamFailed,
-    UpstreamRequest,
 )
+from kvconnect.router.http.receipt_stream import ReceiptStream
+from kvconnect.router.http.renamed_stream import RenamedStream
+from kvconnect.router.http.reply import Reply
+from kvconnect.router.http.request_reader import ParsedRequest, RequestReader
+from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.metrics import RequestOutcome, RouterMetrics
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.outgoing import OutgoingRequest
@@ -48,16 +46,20 @@ from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.choice import (
     FailedTargets,
     Mode,
+    RoutedRequest,
     RoutingChoice,
     RoutingReason,
-    RoutingRequest,
+    RoutingRules,
     TargetChoice,
     Unserved,
     choose,
     explain_no_choice,
 )
 from kvconnect.router.policy.fleet_view import Role
-from kvconnect.router.retries import REFUSED_S, Retries, Withheld, digest_of
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.apis import Api
+from kvconnect.router.requests.logprobs import wants_prompt_logprobs, with_prompt_logprobs
+from kvconnect.router.requests.retries import REFUSED_S, Retries, Withheld, digest_of
 from kvconnect.router.tracing import RouterSpans
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ class Services(NamedTuple):
     """Services that all exchanges of a router share."""
 
     options: RouterOptions
+    rules: RoutingRules
     fleet: Fleet
     metrics: RouterMetrics
     client: ConnectionPool
@@ -84,7 +87,7 @@ class Services(NamedTuple):
     caches: Caches
     spans: RouterSpans
     draining_prefills: DrainingPrefills
-    receipts: Mapping[Upstream, OwedReceipts]
+    receipts: Mapping[Engine, OwedReceipts]
     retries: Retries
 
 
@@ -99,7 +102,7 @@ class _Attempt(NamedTuple):
     """The decode request, the first bytes of its response, and what passes the rest on if the
     response is a stream."""
 
-    request: UpstreamRequest
+    request: EngineCall
     first: bytes
     passing: Reply | ReceiptStream | RenamedStream
 
@@ -127,7 +130,7 @@ class Exchange:
         self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
 
     async def serve(self) -> web.StreamResponse:
-        """Answer the request. The client's disconnect cancels this and both upstream requests."""
+        """Answer the request. The client's disconnect cancels this and both requests to engines."""
         timeout_s = self._services.options.limits.timeout_s
         try:
             return await asyncio.wait_for(self._answer(), timeout_s)
@@ -145,7 +148,7 @@ class Exchange:
             choice = self._reply.choice
             chosen = None if choice is None else (choice.mode, choice.reason)
             self._services.metrics.request(chosen, self._outcome)
-            self._spans.end(self._outcome, self._reply)
+            self._spans.end(self._outcome, self._reply.status, choice)
 
     async def _answer(self) -> web.StreamResponse:
         try:
@@ -173,7 +176,7 @@ class Exchange:
         except Rejected as error:
             self._outcome = RequestOutcome.REJECTED
             return self._reply.whole(error.answer)
-        except UpstreamFailed as error:
+        except EngineFailed as error:
             self._outcome = RequestOutcome.FAILED
             if error.role is Role.DECODE and error.answer is not None:
                 choice = self._reply.choice
@@ -199,23 +202,23 @@ class Exchange:
         """Try pairs of engines until one answers.
 
         Raises:
-            UpstreamFailed: the last attempt failed, and there is nothing left to try.
+            EngineFailed: the last attempt failed, and there is nothing left to try.
             Rejected: an engine rejects the request.
         """
         routing_request, failed_targets = self._routing_request(asked), FailedTargets()
-        failure: UpstreamFailed | Rejected | None = None
+        failure: EngineFailed | Rejected | None = None
         losses = 0
         try:
             while True:
                 fleet_view = self._services.fleet.view()
-                choice = choose(fleet_view, routing_request, failed_targets, self._services.options)
+                choice = choose(fleet_view, routing_request, failed_targets, self._services.rules)
                 self._spans.chosen(choice)
                 if choice is None:
                     if failure is not None:
                         raise failure
                     self._outcome = RequestOutcome.FAILED
                     return self._reply.error(503, explain_no_choice(fleet_view, routing_request))
-                if isinstance(failure, UpstreamFailed):
+                if isinstance(failure, EngineFailed):
                     self._services.metrics.retry(failure.role, failure.cause)
                 self._reply.choice = choice
                 self._services.metrics.chosen(choice)
@@ -229,7 +232,7 @@ class Exchange:
                     if not (elsewhere and failed_targets.add_unserved(fleet_view, choice)):
                         raise
                     failure = error
-                except UpstreamFailed as error:
+                except EngineFailed as error:
                     # As text: who keeps log records must not keep the error's frames.
                     logger.warning("attempt to %s failed: %s", choice.mode.value, str(error))
                     self._services.fleet.recheck(choice)
@@ -238,13 +241,13 @@ class Exchange:
                     if not (again and failed_targets.add(choice, error.role, error.cause)):
                         raise
                     failure = error
-                    keep = choice.decode.target.worker if error.role is Role.PREFILL else None
+                    keep = choice.decode.target.engine if error.role is Role.PREFILL else None
                     turn = routing_request.turn + 1
                     routing_request = routing_request._replace(turn=turn, keep=keep)
         finally:
             failure = None  # its traceback holds this frame, and that the body
 
-    def _try_again(self, failed: UpstreamFailed, losses: int, digest: Callable[[], bytes]) -> bool:
+    def _try_again(self, failed: EngineFailed, losses: int, digest: Callable[[], bytes]) -> bool:
         """Note how an engine was lost; return whether the request may go to another one."""
         if failed.cause != "lost":
             return True
@@ -256,12 +259,23 @@ class Exchange:
             self._services.metrics.count("withheld_retries", withheld.value)
         return withheld is None
 
-    def _routing_request(self, asked: ParsedRequest) -> RoutingRequest:
+    def _routing_request(self, asked: ParsedRequest) -> RoutedRequest:
         services, prompt = self._services, asked.prompt
         session = self._request.headers.get(_SESSION, "") or prompt.session
         base = asked.prefix is not None and services.fleet.is_base(prompt.model)
         hits = services.caches.hits(asked.prefix, base=base)
-        return RoutingRequest(prompt, self._turn, random.random(), session, self._api, hits)
+        return RoutedRequest(
+            self._turn,
+            prompt.tokens,
+            prompt.model,
+            single=prompt.single,
+            sampled=prompt.sampled,
+            kinds=self._api.engines,
+            decode_only=self._api.decode_only,
+            draw=random.random(),
+            session=session,
+            hits=hits,
+        )
 
     @asynccontextmanager
     async def _attempt(
@@ -269,17 +283,17 @@ class Exchange:
     ) -> AsyncIterator[_Attempt]:
         """Yield the beginning of decode's response.
 
-        Leaving the block ends both upstream requests, but lets prefill finish if the response is
+        Leaving the block ends both requests to engines, but lets prefill finish if the response is
         complete.
         """
         overhead = Overhead()
-        decode = self._services.fleet.get(Role.DECODE, choice.decode.target.worker)
-        body = self._outgoing.body(decode.worker.engine, body)
+        decode = self._services.fleet.get(Role.DECODE, choice.decode.target.engine)
+        body = self._outgoing.body(decode.spec.kind, body)
         prefill: asyncio.Task[_Prefilled] | None = None
         async with AsyncExitStack() as ends:
             merges = False
             if choice.prefill is not None:
-                engine = self._services.fleet.get(Role.PREFILL, choice.prefill.target.worker)
+                engine = self._services.fleet.get(Role.PREFILL, choice.prefill.target.engine)
                 asked, body = self._prefill_body(choice, choice.prefill, engine, body)
                 if choice.mode is Mode.PULL:
                     with decode.awaited():
@@ -307,16 +321,14 @@ class Exchange:
                 awaited = ends.enter_context(owed.awaited())
                 passing, receipt = ReceiptStream(self._reply, awaited), awaited.nonce
             hints = {**self._hints, **choice.decode.options}
-            body = self._api.with_options(decode.worker.engine, body, hints, receipt=receipt)
-            upstream_request = await ends.enter_async_context(
-                self._upstream_request(decode, choice.decode)
-            )
-            beginning = self._begin(upstream_request, body, overhead)
+            body = self._api.with_options(decode.spec.kind, body, hints, receipt=receipt)
+            call = await ends.enter_async_context(self._engine_call(decode, choice.decode))
+            beginning = self._begin(call, body, overhead)
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
             if merges and prefill is not None:
-                first = _with_logprobs(upstream_request, first, (await prefill).answer)
+                first = _with_logprobs(call, first, (await prefill).answer)
             self._services.metrics.added(choice.mode, overhead.seconds)
-            yield _Attempt(upstream_request, first, passing)
+            yield _Attempt(call, first, passing)
 
     async def _end_prefill(self, prefill: asyncio.Task[Any]) -> None:
         if self._outcome is RequestOutcome.OK:
@@ -326,69 +338,63 @@ class Exchange:
             await asyncio.gather(prefill, return_exceptions=True)
 
     async def _prefill(
-        self, upstream: Upstream, chosen: TargetChoice, body: Mapping[str, Any], overhead: Overhead
+        self, engine: Engine, chosen: TargetChoice, body: Mapping[str, Any], overhead: Overhead
     ) -> _Prefilled:
         """Have a prompt computed; return the response, and the ticket for its KV in pull mode."""
-        async with self._upstream_request(upstream, chosen) as upstream_request:
-            await upstream_request.open(self._outgoing.request(body, chosen), overhead.written)
-            if upstream_request.streams:
-                await upstream_request.first_event()
-                await upstream_request.read()
+        async with self._engine_call(engine, chosen) as call:
+            await call.open(self._outgoing.request(body, chosen), overhead.written)
+            if call.streams:
+                await call.first_event()
+                await call.read()
                 return _Prefilled()
-            answer = await upstream_request.read()
+            answer = await call.read()
             if self._services.caches.indexes:
                 self._services.metrics.hit(chosen.hit, engine_bodies.cached_tokens_of(answer))
-            if upstream.native:  # its answer may be a list, and has no ticket
+            if engine.native:  # its answer may be a list, and has no ticket
                 return _Prefilled(answer)
             try:
                 return _Prefilled(answer, engine_bodies.ticket_of(answer))
             except Refused as error:
-                raise upstream_request.fail(str(error)) from error
+                raise call.fail(str(error)) from error
 
     def _prefill_body(
         self,
         choice: RoutingChoice,
         chosen: TargetChoice,
-        engine: Upstream,
+        engine: Engine,
         body: Mapping[str, Any],
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """Return the bodies for prefill and decode, see :func:`bodies`."""
         asked, body = bodies(choice, chosen, engine, body, self._api.one_token)
         hints = {**self._hints, **chosen.options}
-        asked = self._api.with_options(engine.worker.engine, asked, hints, receipt=False)
+        asked = self._api.with_options(engine.spec.kind, asked, hints, receipt=False)
         if choice.mode is Mode.PULL and self._api.takes_token_ids:
             asked = engine_bodies.token_ids_too(asked)
         return asked, body
 
-    async def _begin(
-        self, upstream_request: UpstreamRequest, body: Mapping[str, Any], overhead: Overhead
-    ) -> bytes:
+    async def _begin(self, call: EngineCall, body: Mapping[str, Any], overhead: Overhead) -> bytes:
         """Return the first bytes of decode's response; all of them if it is not a stream."""
-        await upstream_request.open(
-            self._outgoing.request(body, upstream_request.target_choice), overhead.written
-        )
-        return await (
-            upstream_request.first_event() if upstream_request.streams else upstream_request.read()
-        )
+        await call.open(self._outgoing.request(body, call.target_choice), overhead.written)
+        return await (call.first_event() if call.streams else call.read())
 
     async def _relay(
         self, attempt: _Attempt, mode: Mode, digest: Callable[[], bytes]
     ) -> web.StreamResponse:
         """Pass the response on to the client."""
-        upstream_request, first, passing = attempt
-        if not upstream_request.streams:
+        call, first, passing = attempt
+        if not call.streams:
             self._outcome = RequestOutcome.OK
             if self._services.options.listening.receipts:
                 self._spans.answered(first)
             if self._outgoing.client_ids is not None:
                 first = self._outgoing.client_ids.shown(first)
-            return self._reply.whole(EngineResponse(200, upstream_request.content_type, first))
+            return self._reply.whole(EngineResponse(200, call.content_type, first))
         self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
         self._spans.first_byte()
-        stream = await self._reply.begin(upstream_request.content_type)
+        stream = await self._reply.begin(call.content_type)
         try:
             await passing.write(first)
-            async for chunk in upstream_request.chunks(passing.forward):
+            async for chunk in call.chunks(passing.forward):
                 await passing.write(chunk)
             if isinstance(passing, ReceiptStream):
                 self._spans.receipt(await passing.end())
@@ -396,7 +402,7 @@ class Exchange:
                 await passing.end()
             await stream.write_eof()
             self._outcome = RequestOutcome.OK
-        except UpstreamFailed as error:
+        except EngineFailed as error:
             self._outcome = RequestOutcome.BROKEN
             if error.crashed:
                 self._services.retries.crashed(digest(), error.crashed, time.monotonic())
@@ -405,11 +411,9 @@ class Exchange:
             logger.debug("a client of %s left", self._request.path)
         return stream
 
-    def _upstream_request(self, upstream: Upstream, chosen: TargetChoice) -> UpstreamRequest:
-        span = self._spans.upstream_request(upstream, chosen)
-        return UpstreamRequest(
-            self._services.client, self._services.metrics, upstream, chosen, span
-        )
+    def _engine_call(self, engine: Engine, chosen: TargetChoice) -> EngineCall:
+        span = self._spans.call(engine, chosen)
+        return EngineCall(self._services.client, self._services.metrics, engine, chosen, span)
 
 
 def _explained(answer: EngineResponse) -> EngineResponse:
@@ -417,7 +421,7 @@ def _explained(answer: EngineResponse) -> EngineResponse:
     return replace(answer, body=engine_bodies.explained(answer.status, answer.body, why))
 
 
-def _with_logprobs(request: UpstreamRequest, answer: bytes, prefilled: bytes) -> bytes:
+def _with_logprobs(request: EngineCall, answer: bytes, prefilled: bytes) -> bytes:
     try:
         return with_prompt_logprobs(answer, prefilled)
     except Refused as error:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.api_keys import ApiKey, parse_api_keys
-from kvconnect.router.fields import check_named
 from kvconnect.router.options import (
     AdminAccess,
     Intervals,
@@ -17,17 +16,18 @@ from kvconnect.router.options import (
     Sources,
     check_etcd,
     check_hosts,
-    workers,
+    engine_specs,
 )
 from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.policy.ranking import RankingPolicy
+from kvconnect.router.requests.fields import check_named
 from kvconnect.secret_files import read_secret_text
 
-_WORKER = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
+_ENGINE = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    _add_workers(parser)
+    _add_engines(parser)
     _add_listening(parser)
     _add_choices(parser)
     _add_limits(parser)
@@ -48,8 +48,8 @@ def options_of(arguments: argparse.Namespace) -> RouterOptions:
     """
     sources = _sources_of(arguments)
     options = RouterOptions(
-        workers("prefill", arguments.prefill),
-        workers("decode", arguments.decode),
+        engine_specs("prefill", arguments.prefill),
+        engine_specs("decode", arguments.decode),
         handoff="none" if arguments.unified else "pull" if arguments.pull else "push",
         push_min_tokens=arguments.push_min_tokens,
         limits=RouterLimits(
@@ -132,9 +132,9 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
     )
 
 
-def _add_workers(parser: argparse.ArgumentParser) -> None:
+def _add_engines(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--prefill", nargs="+", default=[], metavar="W", help=f"engines that prefill: {_WORKER}")
+    add("--prefill", nargs="+", default=[], metavar="W", help=f"engines that prefill: {_ENGINE}")
     add("--decode", nargs="+", default=[], metavar="W", help="engines that decode")
     add(
         "--workers-file",
@@ -143,7 +143,7 @@ def _add_workers(parser: argparse.ArgumentParser) -> None:
         help='file of engines, "prefill W" or "decode W" a line; read again when it changes',
     )
     for role in ("prefill", "decode"):
-        what = f"{role} engines: a worker at every address of the URL's host, looked up again"
+        what = f"{role} engines: one at every address of the URL's host, looked up again"
         add(f"--{role}-dns", nargs="+", default=[], metavar="W", help=what)
         what = f"{role} engines: the ready endpoints of the Kubernetes service in the URL's host"
         add(f"--{role}-kubernetes", nargs="+", default=[], metavar="W", help=what)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvconnect.observability.metrics.model import RouterMetric
 from kvconnect.observability.metrics.router_catalog import ROUTER_CATALOG
-from kvconnect.router.fields import DROPPED
-from kvconnect.router.fleet.upstreams import Upstream
 from kvconnect.router.policy.choice import (
     MODES,
     Cause,
@@ -26,7 +24,8 @@ from kvconnect.router.policy.choice import (
 )
 from kvconnect.router.policy.fleet_view import Role, TargetLoad
 from kvconnect.router.policy.ranking import RankingReason
-from kvconnect.router.retries import Withheld
+from kvconnect.router.requests.fields import DROPPED
+from kvconnect.router.requests.retries import Withheld
 from kvconnect.router.supervisor import TaskKind
 
 
@@ -41,7 +40,7 @@ class RequestOutcome(str, Enum):
     CANCELLED = "cancelled"  # by the client
 
 
-class UpstreamOutcome(str, Enum):
+class CallOutcome(str, Enum):
     """How one request to an engine ended."""
 
     OK = "ok"
@@ -74,6 +73,14 @@ class InputKind(str, Enum):
     DNS = "dns"
     KUBERNETES = "kubernetes"
     ETCD = "etcd"
+
+
+class EngineLoads(NamedTuple):
+    """The loads of an engine's ranks."""
+
+    role: Role
+    url: str
+    ranks: Sequence[TargetLoad]
 
 
 _NO_MODE = ("none", "none")  # ended before a mode was chosen
@@ -129,11 +136,11 @@ class RouterMetrics:
             if isinstance(target_choice, TargetChoice):
                 self._families["picks"].labels(role.value, target_choice.why.value).inc()
 
-    def upstream_began(self, role: Role, url: str) -> None:
+    def call_began(self, role: Role, url: str) -> None:
         """Count a request to an engine as in flight."""
         self._families["in_flight"].labels(role.value, url).inc()
 
-    def upstream_ended(self, role: Role, url: str, outcome: UpstreamOutcome) -> None:
+    def call_ended(self, role: Role, url: str, outcome: CallOutcome) -> None:
         """Count a request to an engine that ended."""
         self._families["in_flight"].labels(role.value, url).dec()
         self._families["upstream_requests"].labels(role.value, url, outcome.value).inc()
@@ -146,17 +153,16 @@ class RouterMetrics:
         """Increment the counter ``row``."""
         self._families[row].labels(*labels).inc()
 
-    def up(self, upstream: Upstream) -> None:
+    def up(self, role: Role, url: str, *, up: bool) -> None:
         """Record whether an engine is up."""
-        self._families["upstream_up"].labels(upstream.role.value, upstream.url).set(upstream.up)
+        self._families["upstream_up"].labels(role.value, url).set(up)
 
-    def tokens(self, upstreams: Iterable[Upstream], now: float) -> None:
+    def tokens(self, engines: Iterable[EngineLoads]) -> None:
         """Set the gauges that change only on a scrape: tokens of every rank, and imbalance."""
         loads: dict[Role, list[int]] = {role: [] for role in Role}
-        for upstream in upstreams:
-            ranks = upstream.loads.at(now)
-            loads[upstream.role] += (load.own + (load.foreign or 0) for load in ranks)
-            self._ranks.set(upstream.role.value, upstream.url, ranks)
+        for role, url, ranks in engines:
+            loads[role] += (load.own + (load.foreign or 0) for load in ranks)
+            self._ranks.set(role.value, url, ranks)
         for role, totals in loads.items():
             mean = sum(totals) / max(1, len(totals))
             self._families["imbalance"].labels(role.value).set(max(totals) / mean if mean else 1)
@@ -179,15 +185,15 @@ class RouterMetrics:
         """Record the time to the first byte of a stream."""
         self._families["ttft_seconds"].labels(mode.value).observe(seconds)
 
-    def add_upstream(self, role: Role, url: str) -> None:
+    def add_engine(self, role: Role, url: str) -> None:
         """Create the series of an engine, at 0."""
-        for name, labels in _upstream_series(role, url):
+        for name, labels in _engine_series(role, url):
             self._families[name].labels(*labels)
         self._ranks.set(role.value, url, (TargetLoad(),))
 
-    def remove_upstream(self, role: Role, url: str) -> None:
+    def remove_engine(self, role: Role, url: str) -> None:
         """Remove the series of an engine."""
-        for name, labels in _upstream_series(role, url):
+        for name, labels in _engine_series(role, url):
             self._families[name].remove(*labels)
         self._ranks.set(role.value, url, ())
 
@@ -201,12 +207,12 @@ def _metric(row: RouterMetric, registry: CollectorRegistry) -> Any:
     return _CLASSES[row.kind](name, row.help, row.labels, registry=registry, **buckets)
 
 
-def _upstream_series(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...]]]:
+def _engine_series(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...]]]:
     """Yield name and labels of every series of an engine, except those of its ranks."""
     name = role.value
     yield "in_flight", (name, url)
     yield "upstream_up", (name, url)
-    for outcome in UpstreamOutcome:
+    for outcome in CallOutcome:
         yield "upstream_requests", (name, url, outcome.value)
     for said in _EVENT_OUTCOMES:
         yield "kv_events", (name, url, said)

@@ -1,4 +1,4 @@
-"""Options of the router, and the format of workers on its command line."""
+"""Options of the router, and the format of engines on its command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import LONGEST_S
 from kvconnect.router.api_keys import ApiKey
-from kvconnect.router.policy.fleet_view import Engine, Role
+from kvconnect.router.policy.choice import RoutingRules
+from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.ranking import RankingPolicy
 
 BOOTSTRAP_PORT = 8998  # default of SGLang and of vLLM's MooncakeConnector
@@ -18,12 +19,12 @@ _EXAMPLE = "http://10.0.0.1:8000"
 
 
 @dataclass(frozen=True)
-class Worker:
+class EngineSpec:
     """One engine as a user gives it: ``URL[,key=value...]``.
 
     Attributes:
         url: base URL, without a trailing slash.
-        engine: kind of server at the URL.
+        kind: kind of server at the URL; its key is ``engine``.
         bootstrap: port of the prefill side's bootstrap server; SGLang and Mooncake only.
         version: overrides the version that the engine reports.
         events, replay: ports at which rank 0 publishes KV events and repeats lost ones; 0: none.
@@ -31,7 +32,7 @@ class Worker:
     """
 
     url: str
-    engine: Engine = Engine.VLLM
+    kind: EngineKind = EngineKind.VLLM
     bootstrap: int = BOOTSTRAP_PORT
     version: str = ""
     events: int = 0
@@ -52,8 +53,8 @@ class Worker:
         """Port in the URL, None if it has none."""
         return urlsplit(self.url).port
 
-    def on_host(self, address: str) -> Worker:
-        """Return the worker with another host in its URL."""
+    def on_host(self, address: str) -> EngineSpec:
+        """Return the engine with another host in its URL."""
         parts = urlsplit(self.url)
         place = f"{_bracketed(address)}:{parts.port}"
         return replace(self, url=parts._replace(netloc=place).geturl())
@@ -124,8 +125,8 @@ class Sources:
 
     Attributes:
         file: path of a file that lists engines; empty: none.
-        dns: workers by role; each stands for one engine at every address of its host.
-        services: workers by role; each host is a Kubernetes service.
+        dns: engines by role; each stands for one engine at every address of its host.
+        services: engines by role; each host is a Kubernetes service.
         etcd: URL of a server; its path is the prefix of the keys of engines. Empty: none.
     """
 
@@ -219,8 +220,8 @@ class RouterOptions:
         ConfigError: names the flag, its value and the fix.
     """
 
-    prefill: tuple[Worker, ...]
-    decode: tuple[Worker, ...]
+    prefill: tuple[EngineSpec, ...]
+    decode: tuple[EngineSpec, ...]
     handoff: Literal["push", "pull", "none"] = "push"
     push_min_tokens: int = 0
     limits: RouterLimits = RouterLimits()
@@ -232,40 +233,51 @@ class RouterOptions:
     dp_minimum_tokens: bool = False
     intervals: Intervals = Intervals()
 
+    @property
+    def rules(self) -> RoutingRules:
+        """What of these settings is about choices."""
+        return RoutingRules(
+            self.prefill_policy,
+            self.decode_policy,
+            pull=self.handoff == "pull",
+            push_min_tokens=self.push_min_tokens,
+            dp_minimum_tokens=self.dp_minimum_tokens,
+        )
+
     def __post_init__(self) -> None:
         if self.push_min_tokens < 0:
             raise ConfigError("push-min-tokens", self.push_min_tokens, "use 0 or more")
 
 
-def workers(flag: str, texts: Sequence[str]) -> tuple[Worker, ...]:
-    """Return the workers in ``texts``.
+def engine_specs(flag: str, texts: Sequence[str]) -> tuple[EngineSpec, ...]:
+    """Return the engines in ``texts``.
 
     Raises:
         ConfigError: one is invalid, or two have the same URL.
     """
-    found: dict[str, Worker] = {}
+    found: dict[str, EngineSpec] = {}
     for text in texts:
-        worker = worker_of(flag, text)
-        if worker.url in found:
+        spec = engine_spec(flag, text)
+        if spec.url in found:
             raise ConfigError(flag, text, "name each engine once")
-        found[worker.url] = worker
+        found[spec.url] = spec
     return tuple(found.values())
 
 
 def check_hosts(flag: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """Return ``texts`` unchanged: workers whose host stands for its addresses, or for a service.
+    """Return ``texts`` unchanged: engines whose host stands for its addresses, or for a service.
 
     Raises:
-        ConfigError: one is not a worker, or has no port.
+        ConfigError: one is not an engine, or has no port.
     """
-    for worker in workers(flag, texts):
-        if worker.port is None:
-            raise ConfigError(flag, worker.url, "name the port too, as in http://prefill:8000")
+    for spec in engine_specs(flag, texts):
+        if spec.port is None:
+            raise ConfigError(flag, spec.url, "name the port too, as in http://prefill:8000")
     return tuple(texts)
 
 
-def worker_of(flag: str, text: str) -> Worker:
-    """Return the worker in ``text``: ``URL[,key=value...]``.
+def engine_spec(flag: str, text: str) -> EngineSpec:
+    """Return the engine in ``text``: ``URL[,key=value...]``.
 
     Raises:
         ConfigError: not an http(s) URL of a host, an unknown key, or an invalid value.
@@ -275,21 +287,21 @@ def worker_of(flag: str, text: str) -> Worker:
     base = url.rstrip("/")
     if not _is_base(base):
         raise ConfigError(flag, text, f"use a URL such as {_EXAMPLE}")
-    values: dict[str, Engine | int | str] = {}
+    values: dict[str, EngineKind | int | str] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
-        values[key] = _value(flag, key, value)
-    return Worker(base, **values)  # type: ignore[arg-type]  # _value() has the type of its key
+        values["kind" if key == "engine" else key] = _value(flag, key, value)
+    return EngineSpec(base, **values)  # type: ignore[arg-type]  # _value() has the type of its key
 
 
-def _value(flag: str, key: str, value: str) -> Engine | int | str:
+def _value(flag: str, key: str, value: str) -> EngineKind | int | str:
     if key == "version":
         return value
     if key == "engine":
-        names = [engine.value for engine in Engine]
+        names = [engine.value for engine in EngineKind]
         if value not in names:
             raise ConfigError(flag, f"engine={value}", f"use one of {', '.join(names)}")
-        return Engine(value)
+        return EngineKind(value)
     if key in ("bootstrap", "events", "replay"):
         good = value.isascii() and value.isdecimal() and len(value) <= len("65535")
         if not good or not 0 < int(value) < 2**16:

@@ -9,15 +9,15 @@ from typing import Any
 
 from aiohttp import web
 
-from kvconnect.router.apis import Api
-from kvconnect.router.fields import Permissions, permitted
-from kvconnect.router.http import engine_bodies
+from kvconnect.router.http.engine_call import EngineRequest
 from kvconnect.router.http.tenants import Tenant
-from kvconnect.router.http.upstream_request import EngineRequest
 from kvconnect.router.options import Listening
 from kvconnect.router.policy.choice import TargetChoice
-from kvconnect.router.policy.fleet_view import Engine
-from kvconnect.router.request_ids import ClientIds, client_ids, with_request_id
+from kvconnect.router.policy.fleet_view import EngineKind
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.apis import Api
+from kvconnect.router.requests.fields import Permissions, permitted
+from kvconnect.router.requests.request_ids import ClientIds, client_ids, with_request_id
 
 _FORWARDED = ("X-Request-Id", "traceparent", "tracestate")
 _AUTHORIZATION, _PRIORITY = "Authorization", "X-Vllm-Priority"
@@ -48,7 +48,7 @@ class OutgoingRequest:
             names.append(_PRIORITY)
         self._headers = {name: request.headers[name] for name in names if name in request.headers}
 
-    def body(self, engine: Engine, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    def body(self, engine: EngineKind, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the part of a client's body that may reach an engine. Each one for SGLang has
         another id: the server may not yet have noticed the end of the attempt before.
 
@@ -59,7 +59,7 @@ class OutgoingRequest:
         for name in dropped:
             self._dropped(name)
         field = self._api.sglang_id
-        if engine is not Engine.SGLANG or not field:
+        if engine is not EngineKind.SGLANG or not field:
             self.client_ids = None
             return allowed
         made = secrets.token_hex(16)

@@ -1,6 +1,6 @@
-"""Spans of a request in the router: the request, its wait, its choices, its upstream requests.
+"""Spans of a request in the router: the request, its wait, its choices, its requests to engines.
 
-``RequestSpans`` and ``UpstreamSpan`` record nothing; they serve while tracing is off. Event loop
+``RequestSpans`` and ``CallSpan`` record nothing; they serve while tracing is off. Event loop
 only.
 """
 
@@ -14,31 +14,30 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from kvconnect.observability import tracing
-from kvconnect.router.http import engine_bodies
-from kvconnect.router.metrics import RequestOutcome, UpstreamOutcome
+from kvconnect.router.fleet.engines import Engine
+from kvconnect.router.metrics import CallOutcome, RequestOutcome
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
+from kvconnect.router.requests import engine_bodies
 from kvconnect.types import PromptSource
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
     from kvconnect.observability.tracing.otel import Tracer
-    from kvconnect.router.fleet.upstreams import Upstream
-    from kvconnect.router.http.reply import Reply
 
 _SUMS = ("prompt", *(source.value for source in PromptSource))  # of a receipt
 _NOT_FAILED = (RequestOutcome.OK, RequestOutcome.REJECTED, RequestOutcome.CANCELLED)
-_UPSTREAM_NOT_FAILED = (UpstreamOutcome.OK, UpstreamOutcome.REJECTED, UpstreamOutcome.CANCELLED)
+_CALL_NOT_FAILED = (CallOutcome.OK, CallOutcome.REJECTED, CallOutcome.CANCELLED)
 
 
-class UpstreamSpan:
+class CallSpan:
     """Span of a request to one engine."""
 
     def headers(self) -> Mapping[str, str]:
         """Return the headers that make the engine's spans part of the trace."""
         return {}
 
-    def end(self, outcome: UpstreamOutcome) -> None:
+    def end(self, outcome: CallOutcome) -> None:
         """End the span."""
 
 
@@ -54,9 +53,9 @@ class RequestSpans:
     def chosen(self, choice: RoutingChoice | None) -> None:
         """Record the choice of an attempt's engines; None: there are none."""
 
-    def upstream_request(self, upstream: Upstream, target_choice: TargetChoice) -> UpstreamSpan:  # noqa: ARG002
+    def call(self, engine: Engine, target_choice: TargetChoice) -> CallSpan:  # noqa: ARG002
         """Begin and return the span of a request to an engine."""
-        return _NO_UPSTREAM_SPAN
+        return _NO_CALL_SPAN
 
     def first_byte(self) -> None:
         """Record the first byte of a stream."""
@@ -67,11 +66,11 @@ class RequestSpans:
     def receipt(self, receipt: engine_bodies.Receipt) -> None:
         """Record where the tokens of the prompt came from."""
 
-    def end(self, outcome: RequestOutcome, reply: Reply) -> None:
-        """End the span of the request."""
+    def end(self, outcome: RequestOutcome, status: int, choice: RoutingChoice | None) -> None:
+        """End the span of the request. ``status``: of the response, 0 before it."""
 
 
-_NO_UPSTREAM_SPAN, _NO_SPANS = UpstreamSpan(), RequestSpans()
+_NO_CALL_SPAN, _NO_SPANS = CallSpan(), RequestSpans()
 
 
 class RouterSpans:
@@ -124,14 +123,14 @@ class _TracedRequestSpans(RequestSpans):
         error = "" if choice else "no engines"
         self._tracer.record("choose", self._context, (self._since, time.time_ns()), about, error)
 
-    def upstream_request(self, upstream: Upstream, target_choice: TargetChoice) -> UpstreamSpan:
-        base, name = upstream.base, upstream.role.value
+    def call(self, engine: Engine, target_choice: TargetChoice) -> CallSpan:
+        base, name = engine.base, engine.role.value
         about = _target_attributes(target_choice, "kvconnect")
-        about |= {"http.request.method": "POST", "url.full": upstream.url + self._path}
+        about |= {"http.request.method": "POST", "url.full": engine.url + self._path}
         about |= {"server.address": base.host, "server.port": base.port}
         began, client = time.time_ns(), self._otel.CLIENT
         span = self._tracer.start(name, self._context, client, began, about)
-        return _TracedUpstreamSpan(span, self._otel.headers_of(span), self._ended)
+        return _TracedCallSpan(span, self._otel.headers_of(span), self._ended)
 
     def first_byte(self) -> None:
         self._root.add_event("first_byte")
@@ -143,42 +142,42 @@ class _TracedRequestSpans(RequestSpans):
         for name in receipt.keys() & _SUMS:
             self._root.set_attribute(f"kvconnect.{name}_tokens", receipt[name])
 
-    def end(self, outcome: RequestOutcome, reply: Reply) -> None:
+    def end(self, outcome: RequestOutcome, status: int, choice: RoutingChoice | None) -> None:
         self._root.set_attribute("kvconnect.outcome", outcome.value)
-        if reply.status:
-            self._root.set_attribute("http.response.status_code", reply.status)
-        if reply.choice is not None:
-            self._root.set_attribute("kvconnect.mode", reply.choice.mode.value)
-            self._root.set_attribute("kvconnect.reason", reply.choice.reason.value)
+        if status:
+            self._root.set_attribute("http.response.status_code", status)
+        if choice is not None:
+            self._root.set_attribute("kvconnect.mode", choice.mode.value)
+            self._root.set_attribute("kvconnect.reason", choice.reason.value)
         if outcome not in _NOT_FAILED:
             self._otel.fail(self._root, outcome.value)
         self._root.end()
 
-    def _ended(self, span: Span, outcome: UpstreamOutcome) -> None:
+    def _ended(self, span: Span, outcome: CallOutcome) -> None:
         span.set_attribute("kvconnect.outcome", outcome.value)
-        if outcome not in _UPSTREAM_NOT_FAILED:
+        if outcome not in _CALL_NOT_FAILED:
             self._otel.fail(span, outcome.value)
         self._since = time.time_ns()
         span.end(self._since)
 
 
-class _TracedUpstreamSpan(UpstreamSpan):
+class _TracedCallSpan(CallSpan):
     def __init__(
-        self, span: Span, headers: Mapping[str, str], ended: Callable[[Span, UpstreamOutcome], None]
+        self, span: Span, headers: Mapping[str, str], ended: Callable[[Span, CallOutcome], None]
     ) -> None:
         self._span, self._headers, self._ended = span, headers, ended
 
     def headers(self) -> Mapping[str, str]:
         return self._headers
 
-    def end(self, outcome: UpstreamOutcome) -> None:
+    def end(self, outcome: CallOutcome) -> None:
         self._ended(self._span, outcome)
 
 
 def _target_attributes(target_choice: TargetChoice, prefix: str) -> dict[str, str | int]:
     """Return the attributes of a chosen target."""
     about: dict[str, str | int] = {
-        f"{prefix}.worker": target_choice.target.worker,
+        f"{prefix}.worker": target_choice.target.engine,
         f"{prefix}.why": target_choice.why.value,
         f"{prefix}.expected_hit_tokens": target_choice.hit,
     }

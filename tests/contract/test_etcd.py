@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvconnect.router.fleet.sources import etcd
-from kvconnect.router.options import Sources, Worker
-from kvconnect.router.policy.fleet_view import Engine, Role
+from kvconnect.router.options import EngineSpec, Sources
+from kvconnect.router.policy.fleet_view import EngineKind, Role
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.fakes.engine_source import Latest, refused
 from tests.servers import free_port
@@ -75,8 +75,8 @@ async def test_engines_register_in_etcd_and_a_wrong_one_harms_itself_alone(serve
 
         lease = await asyncio.to_thread(register)
         await until(lambda: len(latest.urls(Role.DECODE)) == 2)
-        a = Worker("http://10.0.0.1:8000", Engine.SGLANG)
-        b, z = Worker("http://10.0.0.2:8000"), Worker("http://10.0.0.6:8000")
+        a = EngineSpec("http://10.0.0.1:8000", EngineKind.SGLANG)
+        b, z = EngineSpec("http://10.0.0.2:8000"), EngineSpec("http://10.0.0.6:8000")
         assert latest.named == {Role.PREFILL: (a,), Role.DECODE: (b, z)}
         server.stop()
         times = latest.times

@@ -10,10 +10,10 @@ from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from kvconnect.router.api_keys import ApiKey
-from kvconnect.router.apis import APIS
-from kvconnect.router.body import SALT, read_body
-from kvconnect.router.http import engine_bodies
 from kvconnect.router.http.tenants import Tenants
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.apis import APIS
+from kvconnect.router.requests.body import SALT, read_body
 
 ASKED: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 9, "stream": True}),

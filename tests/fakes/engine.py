@@ -19,7 +19,13 @@ from aiohttp import web
 
 from kvconnect.router.app import SERVER_OPTIONS, make_app
 from kvconnect.router.fleet import watch
-from kvconnect.router.options import AdminAccess, Intervals, RouterLimits, RouterOptions, workers
+from kvconnect.router.options import (
+    AdminAccess,
+    Intervals,
+    RouterLimits,
+    RouterOptions,
+    engine_specs,
+)
 from tests.servers import free_port
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -265,7 +271,7 @@ async def bench(
             ends.push_async_callback(engine.stop)
         options = {"intervals": Intervals(probe_s=0), **options}
         limits = RouterLimits(**{k: options.pop(k) for k in LIMITS if k in options})
-        named = (workers("test", [e.named for e in engines]) for engines in (prefill, decode))
+        named = (engine_specs("test", [e.named for e in engines]) for engines in (prefill, decode))
         app = make_app(RouterOptions(*named, limits=limits, **options))
         runner = web.AppRunner(app, **SERVER_OPTIONS, shutdown_timeout=0.1)
         await runner.setup()

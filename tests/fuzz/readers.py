@@ -23,13 +23,13 @@ from kvconnect.protocol import cache_messages, codec, messages, nixl_messages, t
 from kvconnect.protocol.cache_hints import LONGEST_S, read_hints
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.cache_admin import CacheAdmin
+from kvconnect.router.connections import http1
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
 from kvconnect.router.fleet.sources import etcd, file
-from kvconnect.router.http import http1
 from kvconnect.router.http.tenants import Tenants
 from kvconnect.router.policy import fleet_view
-from kvconnect.router.policy.fleet_view import Target as Engine
+from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.tiers.backends.disk import record
 
@@ -116,7 +116,7 @@ def _admin() -> tuple[CacheAdmin, asyncio.AbstractEventLoop]:
         base=http1.BaseUrl.of("http://a:1"),
         role=fleet_view.Role.PREFILL,
         index=0,
-        worker=SimpleNamespace(engine=fleet_view.Engine.VLLM, events=1),
+        spec=SimpleNamespace(kind=fleet_view.EngineKind.VLLM, events=1),
         info=SimpleNamespace(models={"tiny"}),
         loads=SimpleNamespace(own=[0]),
     )
@@ -179,7 +179,7 @@ def disk_heads(data: bytes) -> None:
 def events(data: bytes) -> None:
     for told in receipts_in(data):
         assert isinstance(told.nonce, str) and len(told.receipt) < len(data)
-    RankEvents(Engine(0, 0), PrefixIndex()).receive(0, data)
+    RankEvents(Target(0, 0), PrefixIndex()).receive(0, data)
 
 
 def loads(data: bytes) -> None:

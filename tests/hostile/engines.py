@@ -22,12 +22,12 @@ from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
 from kvconnect.router.fleet.sources import at_addresses, file
 from kvconnect.router.fleet.sources.etcd import Entries
 from kvconnect.router.fleet.sources.kubernetes import Slices
-from kvconnect.router.http import engine_bodies
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import Worker, worker_of
+from kvconnect.router.options import EngineSpec, engine_spec
 from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.loads import MOST_RANKS, Loads
 from kvconnect.router.policy.prefixes import CacheTier, PrefixIndex, StoredBlocks
+from kvconnect.router.requests import engine_bodies
 from tests.hostile import Outcome
 
 LATE_S = 5.0  # for one case, which takes milliseconds
@@ -276,7 +276,7 @@ def _nothing(what: InputKind, text: str) -> None:
 
 
 def _in_file(text: str) -> str | None:
-    good = Worker("http://good:1")
+    good = EngineSpec("http://good:1")
     before = {Role.DECODE: (good,)}
     named = file.parse(f"decode {text}\nprefill http://new:1", before, _nothing)
     kept = good in named[Role.DECODE] or len(named[Role.DECODE]) > 0
@@ -287,16 +287,18 @@ def _in_etcd(text: str, key: bytes = b"p/decode/x") -> str | None:
     entries, value = Entries("p", _nothing), text.encode("utf-8", "surrogatepass")
     entries.named([(b"p/decode/x", b"http://good:1"), (b"p/prefill/y", b"http://other:1")])
     named = entries.named([(key, value), (b"p/prefill/y", b"http://other:1")])
-    if Worker("http://other:1") not in named[Role.PREFILL]:
+    if EngineSpec("http://other:1") not in named[Role.PREFILL]:
         return "another engine was lost"
     kept = bool(named[Role.DECODE]) or key != b"p/decode/x"
     return None if kept else "what the key named before was lost"
 
 
 def _at(address: str) -> str | None:
-    model = worker_of("dns", "http://pods:8000")
+    model = engine_spec("dns", "http://pods:8000")
     found = at_addresses(model, ["10.0.0.1", address], InputKind.DNS, _nothing)
-    return None if found[:1] == (Worker("http://10.0.0.1:8000"),) else "another address was lost"
+    return (
+        None if found[:1] == (EngineSpec("http://10.0.0.1:8000"),) else "another address was lost"
+    )
 
 
 def _in_slices(told: object) -> str | None:

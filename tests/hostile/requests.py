@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kvconnect.router.fields import DECISIONS, PRIORITY
-from kvconnect.router.policy.fleet_view import Engine
+from kvconnect.router.policy.fleet_view import EngineKind
+from kvconnect.router.requests.fields import DECISIONS, PRIORITY
 from tests.hostile import Outcome
 from tests.hostile.fleet import Routed, Session, routed
 
@@ -392,7 +392,7 @@ async def _as_it_came(router: Routed, cases: list[tuple[str, bytes]], outcome: O
         status, _ = await session.post(path, body)
         if status != 200:
             continue
-        dropped = DECISIONS[Engine.VLLM].dropped - {PRIORITY}  # who needs no key may set it
+        dropped = DECISIONS[EngineKind.VLLM].dropped - {PRIORITY}  # who needs no key may set it
         sent = {k: v for k, v in json.loads(body).items() if k not in dropped.union(_OWN)}
         if isinstance(sent.get("vllm_xargs"), dict):
             sent["vllm_xargs"] = {k: v for k, v in sent["vllm_xargs"].items() if k not in _OWN}

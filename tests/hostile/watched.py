@@ -19,14 +19,14 @@ import msgspec
 import zmq
 
 from kvconnect.router import supervisor
+from kvconnect.router.connections.pool import ConnectionPool
 from kvconnect.router.fleet import watch
+from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.fleet.kv_subscriber import Subscriber
-from kvconnect.router.fleet.upstreams import Upstream
+from kvconnect.router.fleet.receipts import OwedReceipts
 from kvconnect.router.fleet.watch import Watcher
-from kvconnect.router.http.pool import ConnectionPool
-from kvconnect.router.http.receipts import OwedReceipts
 from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.options import worker_of
+from kvconnect.router.options import engine_spec
 from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prefixes import PrefixIndex
@@ -100,8 +100,8 @@ async def run(limit: int | None = None) -> Outcome:
     )
     upstreams = []
     for number, name in enumerate(named):
-        upstream = Upstream(Role.PREFILL, number, worker_of("x", name), Loads(60.0), _nothing)
-        metrics.add_upstream(Role.PREFILL, upstream.url)
+        upstream = Engine(Role.PREFILL, number, engine_spec("x", name), Loads(60.0), _nothing)
+        metrics.add_engine(Role.PREFILL, upstream.url)
         upstreams.append(upstream)
     watchers = [
         Watcher(upstream, ConnectionPool(60.0), metrics, shares=True) for upstream in upstreams
@@ -196,5 +196,5 @@ async def _until(true: Callable[[], bool]) -> bool:
     return True
 
 
-def _nothing(upstream: Upstream) -> None:
+def _nothing(upstream: Engine) -> None:
     """Nobody wants to know that it is up or down."""

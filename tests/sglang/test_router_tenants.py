@@ -18,8 +18,8 @@ import sglang
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from kvconnect.router.fields import DECISIONS, INTERNAL_SAMPLING
-from kvconnect.router.policy.fleet_view import Engine
+from kvconnect.router.policy.fleet_view import EngineKind
+from kvconnect.router.requests.fields import DECISIONS, INTERNAL_SAMPLING
 from scripts.engine_api.fields import request_fields
 from tests.engines.models import prompt_tokens
 from tests.engines.ranks import until
@@ -251,7 +251,7 @@ def test_every_field_of_the_installed_sglang_is_decided() -> None:
 
 def check_fields() -> None:
     known = request_fields(Path(sglang.__file__).parents[1], "sglang")
-    decided = {path: DECISIONS[Engine.SGLANG].decided(path) for path in known}
+    decided = {path: DECISIONS[EngineKind.SGLANG].decided(path) for path in known}
     assert {
         path: known[path] - decided[path] for path in known if known[path] - decided[path]
     } == {}

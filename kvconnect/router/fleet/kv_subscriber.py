@@ -11,9 +11,9 @@ import zmq
 import zmq.asyncio
 
 from kvconnect.errors import Refused
+from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
-from kvconnect.router.fleet.upstreams import Upstream
-from kvconnect.router.http.receipts import OwedReceipts
+from kvconnect.router.fleet.receipts import OwedReceipts
 from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.router.supervisor import Supervisor, TaskKind
@@ -35,12 +35,12 @@ class Subscriber:
 
     def __init__(
         self,
-        upstream: Upstream,
+        engine: Engine,
         index: PrefixIndex | None,
         count: Count,
         owed: OwedReceipts | None = None,
     ) -> None:
-        self._upstream = upstream
+        self._engine = engine
         self._index, self._owed = index, owed
         self._count = count
         self._tasks = Supervisor(count)
@@ -56,7 +56,7 @@ class Subscriber:
                     await self._end(rank, tasks.pop(rank))
                 for rank in ranks:
                     if rank not in tasks:
-                        url, work = self._upstream.url, partial(self._follow, rank)
+                        url, work = self._engine.url, partial(self._follow, rank)
                         tasks[rank] = self._tasks.keep(TaskKind.EVENTS, url, work)
                 await asyncio.sleep(LOOK_S)
         finally:
@@ -67,21 +67,21 @@ class Subscriber:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if self._index is not None:
-            self._index.cleared(Target(self._upstream.index, rank))
+            self._index.cleared(Target(self._engine.index, rank))
 
     def _ranks(self) -> list[int | None]:
-        ranks = len(self._upstream.loads.own)
+        ranks = len(self._engine.loads.own)
         return [None] if ranks == 1 else list(range(ranks))
 
     async def _follow(self, rank: int | None) -> None:
-        worker = self._upstream.worker
-        target, index = Target(self._upstream.index, rank), self._index
+        spec = self._engine.spec
+        target, index = Target(self._engine.index, rank), self._index
         feed = None if index is None else RankEvents(target, index)
         with self._context.socket(zmq.SUB) as socket:
             socket.linger = 0
             socket.maxmsgsize = _MOST_BYTES
             socket.subscribe(b"")
-            socket.connect(f"tcp://{worker.host}:{worker.events + (rank or 0)}")
+            socket.connect(f"tcp://{spec.host}:{spec.events + (rank or 0)}")
             while True:
                 frames = await socket.recv_multipart()
                 try:
@@ -91,7 +91,7 @@ class Subscriber:
                             self._owed.arrived(told.nonce, told.receipt)
                     await self._receive(feed, rank, _number(number), payload)
                 except (Refused, ValueError) as error:
-                    logger.warning("KV events of %s: %s", self._upstream.url, error)
+                    logger.warning("KV events of %s: %s", self._engine.url, error)
                     self._count_outcome("refused")
 
     async def _receive(
@@ -101,19 +101,19 @@ class Subscriber:
             self._count_outcome("ok")
             return
         known, whole = feed.next_number > 0, True
-        if self._upstream.worker.replay:
+        if self._engine.spec.replay:
             whole = await self._replay(feed, rank)
         whole = feed.recover(number, payload) and whole
         self._count_outcome("replayed" if whole else "lost" if known else "late")
 
     async def _replay(self, feed: RankEvents, rank: int | None) -> bool:
         """Request the lost messages; return whether the replay had no gap."""
-        worker, whole, loop = self._upstream.worker, True, asyncio.get_running_loop()
+        spec, whole, loop = self._engine.spec, True, asyncio.get_running_loop()
         # Not REQ, which accepts only one reply per request.
         with self._context.socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.maxmsgsize = _MOST_BYTES
-            socket.connect(f"tcp://{worker.host}:{worker.replay + (rank or 0)}")
+            socket.connect(f"tcp://{spec.host}:{spec.replay + (rank or 0)}")
             await socket.send_multipart([b"", feed.next_number.to_bytes(8, "big")])
             end = loop.time() + REPLAY_S
             while (left := end - loop.time()) > 0 and await socket.poll(int(1000 * left)):
@@ -121,11 +121,11 @@ class Subscriber:
                 if number == _REPLAY_END:
                     return whole
                 whole = feed.recover(_number(number), payload) and whole
-        logger.warning("no whole replay from %s in time", self._upstream.url)
+        logger.warning("no whole replay from %s in time", self._engine.url)
         return False
 
     def _count_outcome(self, outcome: str) -> None:
-        self._count("kv_events", self._upstream.role.value, self._upstream.url, outcome)
+        self._count("kv_events", self._engine.role.value, self._engine.url, outcome)
 
 
 def _number(frame: bytes) -> int:

@@ -15,17 +15,17 @@ from functools import partial
 from typing import Any
 
 from kvconnect.errors import Refused
+from kvconnect.router.connections.pool import ConnectionPool
 from kvconnect.router.fleet import sources
+from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.kv_subscriber import Subscriber
 from kvconnect.router.fleet.probe import Prober
+from kvconnect.router.fleet.receipts import OwedReceipts
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
-from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.fleet.watch import Watcher
-from kvconnect.router.http.pool import ConnectionPool
-from kvconnect.router.http.receipts import OwedReceipts
 from kvconnect.router.metrics import InputKind, RouterMetrics
-from kvconnect.router.options import RouterOptions, Worker
-from kvconnect.router.policy.fleet_view import Engine, Role
+from kvconnect.router.options import EngineSpec, RouterOptions
+from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
@@ -51,18 +51,18 @@ class Membership:
         self._fleet = fleet
         self._pool = pool
         self._metrics = metrics
-        self._watchers: dict[Upstream, Watcher] = {}
-        self._source: dict[Upstream, str] = {}
+        self._watchers: dict[Engine, Watcher] = {}
+        self._source: dict[Engine, str] = {}
         self._indexes = indexes
-        self._readers: dict[Upstream, asyncio.Task[None]] = {}
-        self.receipts: dict[Upstream, OwedReceipts] = {}  # of engines that publish them
+        self._readers: dict[Engine, asyncio.Task[None]] = {}
+        self.receipts: dict[Engine, OwedReceipts] = {}  # of engines that publish them
         self.prober = Prober(fleet, pool, metrics)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Probe the engines of the command line once, then start all background tasks."""
-        for upstream in self._fleet.all():
-            self._adopt(upstream, FLAGS)
+        for engine in self._fleet.all():
+            self._adopt(engine, FLAGS)
         once = Supervisor(self._metrics.count).once
         probes = [once(TaskKind.PROBE, u.url, w.probe()) for u, w in self._watchers.items()]
         await asyncio.gather(*probes, return_exceptions=True)
@@ -81,17 +81,17 @@ class Membership:
         for watcher in self._watchers.values():
             await watcher.stop()
 
-    def find(self, role: Role, url: str) -> Upstream | None:
+    def find(self, role: Role, url: str) -> Engine | None:
         """Return the newest engine of a role at a URL, None if there is none. Older ones are being
         drained."""
-        found = [upstream for upstream in self._fleet.all(role) if upstream.url == url]
+        found = [engine for engine in self._fleet.all(role) if engine.url == url]
         return found[-1] if found else None
 
-    def source_of(self, upstream: Upstream) -> str:
+    def source_of(self, engine: Engine) -> str:
         """Return the owner of an engine, "" once it is being removed."""
-        return self._source.get(upstream, "")
+        return self._source.get(engine, "")
 
-    def add(self, role: Role, worker: Worker, source: str) -> Upstream:
+    def add(self, role: Role, spec: EngineSpec, source: str) -> Engine:
         """Add an engine. It replaces one at the same URL that is being drained.
 
         Raises:
@@ -99,78 +99,78 @@ class Membership:
         """
         if self._fleet.unified and role is Role.PREFILL:
             fix = "the router has --unified, so name it as a decode engine"
-            raise Refused("worker", f"prefill engine {worker.url} would get no requests: {fix}")
-        known = self.find(role, worker.url)
+            raise Refused("worker", f"prefill engine {spec.url} would get no requests: {fix}")
+        known = self.find(role, spec.url)
         if known is not None:
             if not known.draining:
-                raise Refused("worker", f"{role.value} engine {worker.url} is there already")
+                raise Refused("worker", f"{role.value} engine {spec.url} is there already")
             self.remove(known)
-        upstream = self._fleet.add(role, worker)
-        self._adopt(upstream, source).start(self._options.intervals.load_s)
-        upstream.suspect()  # have it probed at once
-        logger.info("%s engine %s was added by %s", role.value, worker.url, source)
-        return upstream
+        engine = self._fleet.add(role, spec)
+        self._adopt(engine, source).start(self._options.intervals.load_s)
+        engine.suspect()  # have it probed at once
+        logger.info("%s engine %s was added by %s", role.value, spec.url, source)
+        return engine
 
-    def drain(self, upstream: Upstream) -> None:
+    def drain(self, engine: Engine) -> None:
         """Send no more requests to an engine."""
-        upstream.draining = True
+        engine.draining = True
 
-    def remove(self, upstream: Upstream) -> None:
+    def remove(self, engine: Engine) -> None:
         """Drain an engine, and remove it when its last request has ended. Idempotent."""
-        if not upstream.draining or upstream in self._source:
-            self.drain(upstream)
-            self._source.pop(upstream, None)
-            self._background(TaskKind.REMOVE, upstream.url, partial(self._forget, upstream))
+        if not engine.draining or engine in self._source:
+            self.drain(engine)
+            self._source.pop(engine, None)
+            self._background(TaskKind.REMOVE, engine.url, partial(self._forget, engine))
 
     def update(self, source: str, named: NamedEngines) -> None:
         """Replace a source's engines, in the roles that ``named`` contains."""
         for role, wanted in named.items():
             mine = {u.url: u for u, of in self._source.items() if of == source and u.role is role}
-            for url, upstream in mine.items():
-                if upstream.worker not in wanted:  # not named, or with other settings
+            for url, engine in mine.items():
+                if engine.spec not in wanted:  # not named, or with other settings
                     logger.info("%s engine %s: no longer named by %s", role.value, url, source)
-                    self.remove(upstream)
-            for worker in wanted:
-                if worker.url not in mine or mine[worker.url].worker != worker:
+                    self.remove(engine)
+            for spec in wanted:
+                if spec.url not in mine or mine[spec.url].spec != spec:
                     try:
-                        self.add(role, worker, source)
+                        self.add(role, spec, source)
                     except Refused as error:  # as when another source owns the URL
                         logger.warning("%s: %s", source, error)
 
-    def _adopt(self, upstream: Upstream, source: str) -> Watcher:
-        index = self._indexes.get(upstream.role)
-        computes = upstream.role is Role.PREFILL or self._fleet.unified
+    def _adopt(self, engine: Engine, source: str) -> Watcher:
+        index = self._indexes.get(engine.role)
+        computes = engine.role is Role.PREFILL or self._fleet.unified
         shares = computes and index is not None
-        watcher = Watcher(upstream, self._pool, self._metrics, shares=shares)
-        self._watchers[upstream], self._source[upstream] = watcher, source
-        if upstream.worker.events:
-            self._read_events(upstream)
+        watcher = Watcher(engine, self._pool, self._metrics, shares=shares)
+        self._watchers[engine], self._source[engine] = watcher, source
+        if engine.spec.events:
+            self._read_events(engine)
         return watcher
 
-    def _read_events(self, upstream: Upstream) -> None:
-        index, owed = self._indexes.get(upstream.role), None
-        answers = upstream.role is Role.DECODE and upstream.worker.engine is Engine.VLLM
+    def _read_events(self, engine: Engine) -> None:
+        index, owed = self._indexes.get(engine.role), None
+        answers = engine.role is Role.DECODE and engine.spec.kind is EngineKind.VLLM
         if answers and self._options.listening.receipts:
-            count = partial(self._metrics.count, "stream_receipts", upstream.url)
-            owed = self.receipts[upstream] = OwedReceipts(count)
+            count = partial(self._metrics.count, "stream_receipts", engine.url)
+            owed = self.receipts[engine] = OwedReceipts(count)
         if index is not None or owed is not None:
-            reading = Subscriber(upstream, index, self._metrics.count, owed).run
-            reader = self._background(TaskKind.EVENTS, upstream.url, reading)
-            self._readers[upstream] = reader
+            reading = Subscriber(engine, index, self._metrics.count, owed).run
+            reader = self._background(TaskKind.EVENTS, engine.url, reading)
+            self._readers[engine] = reader
 
-    async def _forget(self, upstream: Upstream) -> None:
-        while upstream.open:
+    async def _forget(self, engine: Engine) -> None:
+        while engine.open:
             await asyncio.sleep(DRAIN_LOOK_S)
-        await self._watchers[upstream].stop()
-        reader = self._readers.pop(upstream, None)
+        await self._watchers[engine].stop()
+        reader = self._readers.pop(engine, None)
         if reader is not None:  # a later event would stay in the index for ever
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-        self._watchers.pop(upstream, None)
-        self.receipts.pop(upstream, None)
-        self._fleet.remove(upstream)
-        self._pool.forget(upstream.base)
-        logger.info("%s engine %s was removed", upstream.role.value, upstream.url)
+        self._watchers.pop(engine, None)
+        self.receipts.pop(engine, None)
+        self._fleet.remove(engine)
+        self._pool.forget(engine.base)
+        logger.info("%s engine %s was removed", engine.role.value, engine.url)
 
     def _background(
         self, kind: TaskKind, of: str, work: Callable[[], Coroutine[Any, Any, None]]

@@ -14,17 +14,17 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from kvconnect.errors import KVConnectError, Refused
+from kvconnect.router.connections.http1 import ConnectionLost, Exhausted, Unreachable, request_head
+from kvconnect.router.connections.pool import ConnectionPool, within
 from kvconnect.router.fleet import reports
+from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.pairing import EnginePair
-from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.handoff_bodies import bodies, mooncake_ticket
-from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.http1 import ConnectionLost, Exhausted, Unreachable, request_head
-from kvconnect.router.http.pool import ConnectionPool, within
 from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
 from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.requests import engine_bodies
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Prober:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def probe(self, prefill: Upstream, decode: Upstream) -> None:
+    async def probe(self, prefill: Engine, decode: Engine) -> None:
         """Move KV from one engine to the other.
 
         Raises:
@@ -107,7 +107,7 @@ class Prober:
         pairs = [EnginePair(p.index, d.index) for p in prefill for d in decode if p.pairs_with(d)]
         return pairing.due(pairs, now)
 
-    async def _judge(self, pair: EnginePair, prefill: Upstream, decode: Upstream) -> None:
+    async def _judge(self, pair: EnginePair, prefill: Engine, decode: Engine) -> None:
         """Probe a pair and record the result."""
         pairing = self._fleet.pairing
         try:
@@ -123,7 +123,7 @@ class Prober:
         finally:
             pairing.void(pair, time.monotonic())  # without effect after passed() or failed()
 
-    async def _probe(self, prefill: Upstream, decode: Upstream) -> ProbeOutcome:
+    async def _probe(self, prefill: Engine, decode: Engine) -> ProbeOutcome:
         text = await self._scrape(decode)
         before, refused = reports.vllm_received(text), reports.refused_handoffs(text)
         try:
@@ -138,7 +138,7 @@ class Prober:
             raise ProbeFailed(ProbeOutcome.COMPUTED, "decode computed the prompt itself")
         return ProbeOutcome.OK
 
-    async def _ask_both(self, prefill: Upstream, decode: Upstream) -> bytes:
+    async def _ask_both(self, prefill: Engine, decode: Engine) -> bytes:
         """Send the requests of a probe; return the decode engine's response."""
         self._turn += 1
         p, d = self._target(prefill), self._target(decode)
@@ -161,31 +161,27 @@ class Prober:
         ticket.pop("remote_prefill_cached_tokens", None)
         return await self._send(decode, d, engine_bodies.pull_body(body, ticket))
 
-    def _target(self, upstream: Upstream) -> TargetChoice:
-        ranks = len(upstream.loads.own)
+    def _target(self, engine: Engine) -> TargetChoice:
+        ranks = len(engine.loads.own)
         return TargetChoice(
-            Target(upstream.index, self._turn % ranks if ranks > 1 else None), RankingReason.TURN
+            Target(engine.index, self._turn % ranks if ranks > 1 else None), RankingReason.TURN
         )
 
-    async def _send(
-        self, upstream: Upstream, chosen: TargetChoice, body: Mapping[str, Any]
-    ) -> bytes:
+    async def _send(self, engine: Engine, chosen: TargetChoice, body: Mapping[str, Any]) -> bytes:
         raw = engine_bodies.encoded(body)
         rank = chosen.target.rank
         headers = {} if rank is None else {engine_bodies.RANK_HEADER: str(rank)}
-        path = engine_bodies.SGLANG_GENERATE if upstream.native else "/v1/completions"
-        head = request_head(upstream.base, "POST", path, headers, len(raw))
-        status, answer = await self._pool.whole(upstream.base, head, raw, TIMEOUT_S)
+        path = engine_bodies.SGLANG_GENERATE if engine.native else "/v1/completions"
+        head = request_head(engine.base, "POST", path, headers, len(raw))
+        status, answer = await self._pool.whole(engine.base, head, raw, TIMEOUT_S)
         if status == 200:
             return answer
-        said = (
-            f"{upstream.role.value} answered {status}: {answer[:_SHOWN].decode(errors='replace')}"
-        )
+        said = f"{engine.role.value} answered {status}: {answer[:_SHOWN].decode(errors='replace')}"
         if 400 <= status < 500:
             raise _Rejected(said)
         raise ProbeFailed(ProbeOutcome.FAILED, said)
 
-    async def _has_received(self, decode: Upstream, answer: bytes, before: float | None) -> bool:
+    async def _has_received(self, decode: Engine, answer: bytes, before: float | None) -> bool:
         """Return whether decode received KV; SGLang's must have, as it cannot compute prompts.
 
         vLLM's response tells with ``--enable-prompt-tokens-details``. Otherwise the counter of
@@ -204,7 +200,7 @@ class Prober:
                 return True
         return False
 
-    async def _refusals(self, decode: Upstream, before: Mapping[str, float]) -> str:
+    async def _refusals(self, decode: Engine, before: Mapping[str, float]) -> str:
         """Return why decode refused hand-offs since ``before``, to be appended to an error."""
         for pause in _COUNTED_S if before else ():  # else it does not report them
             await asyncio.sleep(pause)
@@ -216,7 +212,7 @@ class Prober:
                 )
         return ""
 
-    async def _scrape(self, engine: Upstream) -> str:
+    async def _scrape(self, engine: Engine) -> str:
         """Return the engine's metrics, "" if it has none."""
         status, text = await self._pool.get(engine.base, "/metrics", TIMEOUT_S)
         return text.decode("utf-8", "replace") if status == 200 else ""

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Meta, Raw
 
 from kvconnect.errors import Refused
-from kvconnect.router.http.engine_bodies import json_object
 from kvconnect.router.policy.loads import MOST_RANKS
+from kvconnect.router.requests.engine_bodies import json_object
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)\{(.*)\}\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

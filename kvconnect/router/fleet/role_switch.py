@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 from kvconnect.errors import Refused
+from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import ADMIN, FLAGS, Membership
 from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.fleet.probe import ProbeFailed
-from kvconnect.router.fleet.upstreams import Fleet, Upstream
 from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class RoleSwitch:
         self._membership = membership
         self._fleet = fleet
 
-    async def switch(self, old: Upstream, drain_s: float) -> Upstream:
+    async def switch(self, old: Engine, drain_s: float) -> Engine:
         """Switch an engine to the other role if a probe passes there; return it in its new role.
 
         The engine is drained first; its open requests have ``drain_s`` seconds to end.
@@ -38,7 +38,7 @@ class RoleSwitch:
         role = Role.DECODE if old.role is Role.PREFILL else Role.PREFILL
         self._check(old, role)
         self._membership.drain(old)
-        new: Upstream | None = None
+        new: Engine | None = None
         try:
             await _until(lambda: not old.open, drain_s, "its open requests did not end in time")
             new = await self._proven(old, role)
@@ -50,7 +50,7 @@ class RoleSwitch:
         logger.info("engine %s serves as %s engine now", new.url, role.value)
         return new
 
-    def _check(self, old: Upstream, role: Role) -> None:
+    def _check(self, old: Engine, role: Role) -> None:
         """Refuse a switch that cannot succeed, before anything changes."""
         source = self._membership.source_of(old)
         if self._fleet.unified:
@@ -68,9 +68,9 @@ class RoleSwitch:
         if not self._partners(old, old.role):
             raise Refused("url", f"no other {old.role.value} engine that it could work with is up")
 
-    async def _proven(self, old: Upstream, role: Role) -> Upstream:
+    async def _proven(self, old: Engine, role: Role) -> Engine:
         """Return the engine in its new role after a passed probe. It gets no requests yet."""
-        new = self._membership.add(role, old.worker, ADMIN)
+        new = self._membership.add(role, old.spec, ADMIN)
         self._membership.drain(new)
         proven = False
         try:
@@ -92,7 +92,7 @@ class RoleSwitch:
             if not proven:
                 self._membership.remove(new)
 
-    def _partners(self, engine: Upstream, role: Role) -> list[Upstream]:
+    def _partners(self, engine: Engine, role: Role) -> list[Engine]:
         """Return other engines of a role that ``engine`` can pair with, proven ones first."""
         view = self._fleet.view()
         sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}

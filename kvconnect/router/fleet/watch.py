@@ -14,20 +14,20 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvconnect.errors import Refused
-from kvconnect.router.fleet import reports
-from kvconnect.router.fleet.upstreams import Upstream
-from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.engine_bodies import TicketKind
-from kvconnect.router.http.http1 import (
+from kvconnect.router.connections.http1 import (
     BaseUrl,
     ConnectionLost,
     Exhausted,
     Unreachable,
     request_head,
 )
-from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.fleet import reports
+from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.metrics import InputKind, RouterMetrics
-from kvconnect.router.policy.fleet_view import Engine, Role
+from kvconnect.router.policy.fleet_view import EngineKind, Role
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.engine_bodies import TicketKind
 from kvconnect.router.supervisor import Supervisor, TaskKind
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ class Watcher:
     """The background tasks of one engine. ``shares``: vLLM's is asked for share tickets."""
 
     def __init__(
-        self, upstream: Upstream, pool: ConnectionPool, metrics: RouterMetrics, *, shares: bool
+        self, engine: Engine, pool: ConnectionPool, metrics: RouterMetrics, *, shares: bool
     ) -> None:
-        self._upstream = upstream
+        self._engine = engine
         self._pool = pool
         self._metrics = metrics
-        wanted = {TicketKind.STANDING: upstream.role is Role.PREFILL, TicketKind.SHARE: shares}
+        wanted = {TicketKind.STANDING: engine.role is Role.PREFILL, TicketKind.SHARE: shares}
         self._kinds = [kind for kind, is_wanted in wanted.items() if is_wanted]
         self._late = 0  # probes in a row that were not answered in time
         self._polled = asyncio.Event()  # the number of ranks is known, if reported
@@ -65,16 +65,16 @@ class Watcher:
 
     def start(self, load_interval_s: float) -> None:
         """Start the background tasks."""
-        upstream = self._upstream
+        engine = self._engine
         work: dict[TaskKind, Callable[[], Coroutine[Any, Any, None]]] = {
             TaskKind.PROBE: self._probe_for_ever,
             TaskKind.LEARN: self._learn_for_ever,
             TaskKind.LOAD: partial(self._poll_for_ever, load_interval_s),
         }
-        if self._kinds and upstream.worker.engine is Engine.VLLM:
+        if self._kinds and engine.spec.kind is EngineKind.VLLM:
             work[TaskKind.STANDING_TICKETS] = self._keep_tickets
         keep = Supervisor(self._metrics.count).keep
-        self._tasks = [keep(kind, upstream.url, each) for kind, each in work.items()]
+        self._tasks = [keep(kind, engine.url, each) for kind, each in work.items()]
 
     async def stop(self) -> None:
         """End the background tasks."""
@@ -84,22 +84,22 @@ class Watcher:
 
     async def probe(self) -> None:
         """Check the engine's health, and mark it up or down."""
-        upstream, late = self._upstream, self._late
+        engine, late = self._engine, self._late
         self._late = 0
         try:
-            status, _ = await self._pool.get(upstream.base, "/health", PROBE_TIMEOUT_S)
+            status, _ = await self._pool.get(engine.base, "/health", PROBE_TIMEOUT_S)
             up = status == 200
         except Exhausted as error:  # the router is at fault, not the engine
-            logger.warning("probe of %s: %s", upstream.url, error)
+            logger.warning("probe of %s: %s", engine.url, error)
             return
         except asyncio.TimeoutError:  # a busy engine may be late once
             self._late = late + 1
-            logger.debug("probe of %s: late", upstream.url)
-            up = upstream.up and not late
+            logger.debug("probe of %s: late", engine.url)
+            up = engine.up and not late
         except FAILED as error:
-            logger.debug("probe of %s: %r", upstream.url, error)
+            logger.debug("probe of %s: %r", engine.url, error)
             up = False
-        upstream.mark(up=up)
+        engine.mark(up=up)
 
     async def get(self, path: str, base: BaseUrl | None = None) -> bytes:
         """Return the body of a GET response.
@@ -108,45 +108,45 @@ class Watcher:
             Refused: the status is not 200.
             Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
         """
-        at = base or self._upstream.base
+        at = base or self._engine.base
         status, body = await self._pool.get(at, path, ASK_TIMEOUT_S)
         return _body_of(path, status, body)
 
     async def _probe_for_ever(self) -> None:
-        upstream, back_off = self._upstream, PROBE_FIRST_S
+        engine, back_off = self._engine, PROBE_FIRST_S
         while True:
-            if upstream.up:
+            if engine.up:
                 pause, back_off = PROBE_EVERY_S, PROBE_FIRST_S
             else:
                 pause, back_off = back_off, min(2 * back_off, PROBE_SELDOM_S)
-            await wait(upstream.signals.suspected, pause)
-            upstream.signals.suspected.clear()
+            await wait(engine.signals.suspected, pause)
+            engine.signals.suspected.clear()
             await self.probe()
 
     async def _learn_for_ever(self) -> None:
         """Ask for models and version when the engine comes up, and periodically."""
-        upstream = self._upstream
+        engine = self._engine
         while True:
-            await upstream.signals.up.wait()
+            await engine.signals.up.wait()
             learned = False
             try:
                 learned = await self._learn()
             except FAILED as error:
-                logger.warning("%s does not say what it is: %s", upstream.url, error or "late")
-            await wait(upstream.signals.down, LEARN_EVERY_S if learned else RETRY_S)
+                logger.warning("%s does not say what it is: %s", engine.url, error or "late")
+            await wait(engine.signals.down, LEARN_EVERY_S if learned else RETRY_S)
 
     async def _learn(self) -> bool:
         """Ask for each fact separately; a missing or unusable answer leaves the last value.
         Return whether every fact that routing needs was answered."""
-        worker, said = self._upstream.worker, self._upstream.info
+        spec, said = self._engine.spec, self._engine.info
         models = await self._ask(InputKind.MODELS, reports.models_of, "/v1/models")
         said.models = models or said.models
-        path = "/server_info" if worker.engine is Engine.SGLANG else "/version"
+        path = "/server_info" if spec.kind is EngineKind.SGLANG else "/version"
         # An engine of unknown version pairs with any other.
         said.version = await self._ask(InputKind.VERSION, reports.version_of, path) or said.version
-        if worker.engine is not Engine.MOONCAKE or self._upstream.role is Role.DECODE:
+        if spec.kind is not EngineKind.MOONCAKE or self._engine.role is Role.DECODE:
             return models is not None
-        at = BaseUrl.of(worker.bootstrap_url)
+        at = BaseUrl.of(spec.bootstrap_url)
         ids = await self._ask(InputKind.REGISTRY, reports.engine_ids_of, "/query", at)
         said.engine_ids = ids or said.engine_ids
         return models is not None and ids is not None
@@ -159,13 +159,13 @@ class Watcher:
         Raises:
             Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
         """
-        at = base or self._upstream.base
+        at = base or self._engine.base
         status, answer = await self._pool.get(at, path, ASK_TIMEOUT_S)
         try:
             return self._read(what, read, _body_of(path, status, answer))
         except Refused as error:
             level = logging.DEBUG if status == 404 else logging.WARNING
-            logger.log(level, "%s does not say what it is: %s", self._upstream.url, error)
+            logger.log(level, "%s does not say what it is: %s", self._engine.url, error)
             return None
 
     def _read(self, what: InputKind, read: Callable[[bytes], _T], answer: bytes) -> _T:
@@ -177,36 +177,34 @@ class Watcher:
 
     async def _poll_for_ever(self, interval_s: float) -> None:
         """Query load and number of ranks; with interval 0, once whenever the engine comes up."""
-        upstream = self._upstream
+        engine = self._engine
         while True:
-            await upstream.signals.up.wait()
-            asked = upstream.loads.ask(time.monotonic())
+            await engine.signals.up.wait()
+            asked = engine.loads.ask(time.monotonic())
             try:
-                used = upstream.loads.report(asked, await self._tokens())
+                used = engine.loads.report(asked, await self._tokens())
             except FAILED as error:
-                logger.debug("load of %s: %r", upstream.url, error)
+                logger.debug("load of %s: %r", engine.url, error)
                 self._count_report("failed")
             else:
                 outcome = "ok" if used else "discarded"
                 self._count_report(outcome)
             self._polled.set()
             await (
-                wait(upstream.signals.down, interval_s)
-                if interval_s
-                else upstream.signals.down.wait()
+                wait(engine.signals.down, interval_s) if interval_s else engine.signals.down.wait()
             )
 
     def _count_report(self, outcome: str) -> None:
-        upstream = self._upstream
-        self._metrics.count("load_reports", upstream.role.value, upstream.url, outcome)
+        engine = self._engine
+        self._metrics.count("load_reports", engine.role.value, engine.url, outcome)
 
     async def _tokens(self) -> dict[int, float]:
-        if self._upstream.worker.engine is not Engine.SGLANG:
+        if self._engine.spec.kind is not EngineKind.SGLANG:
             return self._read(
                 InputKind.LOAD, _text_of(reports.vllm_tokens), await self.get("/metrics")
             )
         status, answer = await self._pool.get(
-            self._upstream.base, "/v1/loads?include=core", ASK_TIMEOUT_S
+            self._engine.base, "/v1/loads?include=core", ASK_TIMEOUT_S
         )
         if status == 404:  # SGLang before 0.5.6
             read, answer = _text_of(reports.sglang_metric_tokens), await self.get("/metrics")
@@ -216,24 +214,24 @@ class Watcher:
 
     async def _keep_tickets(self) -> None:
         """Renew tickets early, and at once when the engine comes back."""
-        upstream = self._upstream
+        engine = self._engine
         await self._polled.wait()
         while True:
-            await upstream.signals.up.wait()
-            ranks = len(upstream.loads.at(time.monotonic()))
+            await engine.signals.up.wait()
+            ranks = len(engine.loads.at(time.monotonic()))
             pause = RETRY_S
             try:
                 pause = min([await self._fetch_tickets(rank, ranks) for rank in range(ranks)])
             except FAILED as error:
-                logger.warning("no tickets from %s: %s", upstream.url, error or "late")
+                logger.warning("no tickets from %s: %s", engine.url, error or "late")
                 if TicketKind.STANDING in self._kinds:  # until there is one, its KV is pulled
-                    self._metrics.count("standing_ticket_fetches", upstream.url, "failed")
-            await wait(upstream.signals.down, pause)
+                    self._metrics.count("standing_ticket_fetches", engine.url, "failed")
+            await wait(engine.signals.down, pause)
 
     async def _fetch_tickets(self, rank: int, ranks: int) -> float:
         """Fetch a rank's tickets; return the seconds until the next fetch."""
         asked = time.monotonic()
-        base = self._upstream.base
+        base = self._engine.base
         model = next(iter(reports.models_of(await self.get("/v1/models"))))
         body = json.dumps(
             engine_bodies.tickets_body(model, rank if ranks > 1 else None, self._kinds)
@@ -246,12 +244,12 @@ class Watcher:
         if TicketKind.SHARE in self._kinds:
             share = self._read(what, engine_bodies.share_ticket_of, answer)
             if share is not None:
-                self._upstream.hold_ticket(TicketKind.SHARE, rank, share, asked)
+                self._engine.hold_ticket(TicketKind.SHARE, rank, share, asked)
                 lifetime_s = share.lifetime_s
         if TicketKind.STANDING in self._kinds:
             standing = self._read(what, engine_bodies.standing_ticket_of, answer)
-            self._metrics.count("standing_ticket_fetches", self._upstream.url, "ok")
-            self._upstream.hold_ticket(TicketKind.STANDING, rank, standing, asked)
+            self._metrics.count("standing_ticket_fetches", self._engine.url, "ok")
+            self._engine.hold_ticket(TicketKind.STANDING, rank, standing, asked)
             lifetime_s = min(lifetime_s, standing.lifetime_s)
         return lifetime_s * _RENEW_AT
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from aiohttp import HttpVersion11, web
 
-from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.upstream_request import EngineResponse
+from kvconnect.router.http.engine_call import EngineResponse
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.requests import engine_bodies
 
 _EVENT_END = b"\n\n"
 _ERROR_EVENT_S = 1.0  # time to send the error event to a client that does not read
@@ -104,7 +104,7 @@ class Reply:
 
         A cache hit reveals what other clients sent, so hits are shown only if the operator says so.
         """
-        headers[f"X-KVConnect-{role}"] = str(target_choice.target.worker)
+        headers[f"X-KVConnect-{role}"] = str(target_choice.target.engine)
         if target_choice.target.rank is not None:
             headers[f"X-KVConnect-{role}-Rank"] = str(target_choice.target.rank)
         if self._show_hits or target_choice.why not in (RankingReason.HIT, RankingReason.NO_HIT):

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from kvconnect.router import body as bodies
-from kvconnect.router.apis import Api
-from kvconnect.router.body import Prompt, PromptPrefix
+from kvconnect.router.connections.pool import within
 from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.http.admission import BodyAllocation, Busy
-from kvconnect.router.http.pool import within
 from kvconnect.router.http.tenants import Tenant
-from kvconnect.router.media import with_own_media
+from kvconnect.router.requests import body as bodies
+from kvconnect.router.requests.apis import Api
+from kvconnect.router.requests.body import Prompt, PromptPrefix
+from kvconnect.router.requests.media import with_own_media
 
 BODY_S = 60.0  # limit for receiving a body: a slow client holds memory
 _LARGE = 128 * 1024  # bytes from which on a body is parsed in the thread

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvconnect.router.body import PromptPrefix
-from kvconnect.router.options import RouterOptions
+from kvconnect.router.policy.choice import RoutingRules
 from kvconnect.router.policy.fleet_view import Role, Target
-from kvconnect.router.policy.prefixes import CacheHit, CacheHits, PrefixIndex
+from kvconnect.router.policy.prefixes import CacheHit, CacheHits, PrefixIndex, PromptPrefix
 from kvconnect.router.policy.prompt_history import History
 from kvconnect.router.policy.ranking import RankingPolicy
 
@@ -15,9 +14,8 @@ from kvconnect.router.policy.ranking import RankingPolicy
 class Caches:
     """Cache lookups for the roles whose policy is cache-aware. Not thread-safe."""
 
-    def __init__(self, options: RouterOptions) -> None:
-        policies = {Role.PREFILL: options.prefill_policy, Role.DECODE: options.decode_policy}
-        roles = [role for role, policy in policies.items() if policy is RankingPolicy.CACHE_AWARE]
+    def __init__(self, rules: RoutingRules) -> None:
+        roles = [role for role in Role if rules.ranking(role) is RankingPolicy.CACHE_AWARE]
         self.indexes = {role: PrefixIndex() for role in roles}
         self._histories = {role: History() for role in roles}
 
@@ -48,8 +46,8 @@ class Caches:
             if role in targets:
                 history.sent(targets[role], prefix.chunk_hashes)
 
-    def forget(self, role: Role, worker: int, ranks: int) -> None:
+    def forget(self, role: Role, engine: int, ranks: int) -> None:
         """Forget the prompts sent to an engine that went down."""
         if role in self._histories:
             for rank in (None, *range(ranks)):
-                self._histories[role].forget(Target(worker, rank))
+                self._histories[role].forget(Target(engine, rank))

@@ -13,11 +13,8 @@ from typing import Literal, NamedTuple
 
 from kvconnect.errors import KVConnectError, Refused
 from kvconnect.protocol.options import SOURCE
-from kvconnect.router.apis import COMPLETIONS, Api
-from kvconnect.router.body import Prompt
-from kvconnect.router.options import RouterOptions
-from kvconnect.router.policy.fleet_view import Engine, FleetView, Role, Target, WorkerView
-from kvconnect.router.policy.paired_engines import best_group
+from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role, Target
+from kvconnect.router.policy.paired_engines import PairedEngines, best_group
 from kvconnect.router.policy.prefixes import CacheHit, CacheHits
 from kvconnect.router.policy.ranking import (
     Candidate,
@@ -131,8 +128,8 @@ class FailedTargets:
     def add_unserved(self, view: FleetView, choice: RoutingChoice) -> bool:
         """Exclude all decode engines with the models of one that lacks the path; return whether
         others are left."""
-        models = {w.index: w.models for w in view.decode}
-        mine = models.get(choice.decode.target.worker)
+        models = {engine.index: engine.models for engine in view.decode}
+        mine = models.get(choice.decode.target.engine)
         self.decode.update(index for index, theirs in models.items() if theirs == mine)
         return bool(models.keys() - self.decode)
 
@@ -143,90 +140,118 @@ class FailedTargets:
         The same error again, or without a hand-off, is final.
         """
         if role is Role.DECODE and cause in ("unreachable", "lost"):
-            self.decode.add(choice.decode.target.worker)
+            self.decode.add(choice.decode.target.engine)
             return True
         if choice.prefill is None:
             return False
         if role is Role.DECODE and choice.mode is Mode.PUSH and not self.handoff_failed:
-            self.pushed = choice.prefill.target.worker
+            self.pushed = choice.prefill.target.engine
         else:
-            self.prefill.add(choice.prefill.target.worker)
+            self.prefill.add(choice.prefill.target.engine)
         again = role is Role.PREFILL or not self.handoff_failed
         self.handoff_failed = self.handoff_failed or role is Role.DECODE
         return again
 
 
-class RoutingRequest(NamedTuple):
-    """The inputs of a routing decision that come from the request.
+class RoutedRequest(NamedTuple):
+    """A request as policies see it.
 
     Attributes:
         turn: number of the request, plus its attempts so far.
+        tokens: length of all its prompts together.
+        model: name of the model; empty: any.
+        single: one prompt with one answer, so one transfer id identifies it.
+        sampled: several answers per prompt; SGLang has only one room for all of them.
+        kinds: kinds of engines that can serve it.
+        decode_only: one decode engine serves it alone, without a hand-off.
         draw: a random number, at least 0 and less than 1.
         session: the client's name for a series of requests; may be empty.
         hits: cached prompt tokens by role and target.
         keep: decode engine of an earlier attempt, preferred if it is available.
     """
 
-    prompt: Prompt
     turn: int
+    tokens: int = 0
+    model: str = ""
+    single: bool = True
+    sampled: bool = False
+    kinds: Collection[EngineKind] = tuple(EngineKind)
+    decode_only: bool = False
     draw: float = 0.0
     session: str = ""
-    api: Api = COMPLETIONS
     hits: CacheHits = MappingProxyType({})
     keep: int | None = None
 
 
+class RoutingRules(NamedTuple):
+    """What an operator sets about choices.
+
+    Attributes:
+        prefill, decode: how an engine and rank of the role are ranked.
+        pull: never push.
+        push_min_tokens: prompts estimated to be shorter are pulled. Unit: tokens.
+        dp_minimum_tokens: under policies that ignore loads, use the chosen engine's rank with the
+            fewest tokens.
+    """
+
+    prefill: RankingPolicy = RankingPolicy.LEAST_TOKENS
+    decode: RankingPolicy = RankingPolicy.LEAST_TOKENS
+    pull: bool = False
+    push_min_tokens: int = 0
+    dp_minimum_tokens: bool = False
+
+    def ranking(self, role: Role) -> RankingPolicy:
+        """Return how engines of a role are ranked."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+
 def choose(
-    view: FleetView, request: RoutingRequest, failed: FailedTargets, options: RouterOptions
+    view: FleetView, request: RoutedRequest, failed: FailedTargets, rules: RoutingRules
 ) -> RoutingChoice | None:
     """Return where the request goes; None if a role that it needs has no engine left."""
     decode = _available(view.decode, failed.decode, request)
-    alone = request.api.decode_only or view.unified
+    alone = request.decode_only or view.unified
     if alone and decode:
-        reason = RoutingReason.API if request.api.decode_only else RoutingReason.UNIFIED
-        target_choice = _choose_target(options.decode_policy, decode, request, Role.DECODE, options)
-        target_choice = _with_source(target_choice, decode, request.hits.get(Role.DECODE, {}))
-        return RoutingChoice(Mode.PLAIN, reason, None, target_choice)
-    decode_only = (
-        [] if request.prompt.single else [w for w in decode if w.engine is not Engine.SGLANG]
-    )
-    if decode_only:
-        target_choice = _choose_target(
-            options.decode_policy, decode_only, request, Role.DECODE, options
-        )
-        return RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, target_choice)
-    if alone or request.prompt.sampled:
+        reason = RoutingReason.API if request.decode_only else RoutingReason.UNIFIED
+        found = _choose_target(decode, request, Role.DECODE, rules)
+        found = _with_source(found, decode, request.hits.get(Role.DECODE, {}))
+        return RoutingChoice(Mode.PLAIN, reason, None, found)
+    several = [] if request.single else [e for e in decode if e.kind is not EngineKind.SGLANG]
+    if several:
+        found = _choose_target(several, request, Role.DECODE, rules)
+        return RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, found)
+    if alone or request.sampled:
         return None
     prefill = _available(view.prefill, failed.prefill, request)
-    others = [worker for worker in prefill if worker.index != failed.pushed]
+    others = [engine for engine in prefill if engine.index != failed.pushed]
     group = best_group(view, others, decode, request.turn)
     group = group or best_group(view, prefill, decode, request.turn)
-    if group is None:
-        return None
-    kept = [worker for worker in group.decode if worker.index == request.keep]
+    return None if group is None else _choose_pair(group, request, failed, rules)
+
+
+def _choose_pair(
+    group: PairedEngines, request: RoutedRequest, failed: FailedTargets, rules: RoutingRules
+) -> RoutingChoice:
+    """Return the choice among engines that all pair with one another."""
+    kept = [engine for engine in group.decode if engine.index == request.keep]
     request = request._replace(turn=group.turn)
-    prefill_choice = _choose_target(
-        options.prefill_policy, group.prefill, request, Role.PREFILL, options
-    )
-    hits = request.hits.get(Role.PREFILL, {})
-    prefill_choice = _with_source(prefill_choice, group.prefill, hits)
-    decode_choice = _choose_target(
-        options.decode_policy, kept or group.decode, request, Role.DECODE, options
-    )
-    chosen = next(w for w in group.prefill if w.index == prefill_choice.target.worker)
-    standing_ticket = chosen.standing_ticket(prefill_choice.target.rank)
-    mode, reason = _handover_mode(chosen.engine, standing_ticket, request.prompt, options)
+    prefill = _choose_target(group.prefill, request, Role.PREFILL, rules)
+    prefill = _with_source(prefill, group.prefill, request.hits.get(Role.PREFILL, {}))
+    decode = _choose_target(kept or group.decode, request, Role.DECODE, rules)
+    engine = next(e for e in group.prefill if e.index == prefill.target.engine)
+    standing_ticket = engine.standing_ticket(prefill.target.rank)
+    mode, reason = _handover_mode(engine.kind, standing_ticket, request.tokens, rules)
     if mode is Mode.PUSH and failed.pushed is not None:
         mode, reason = Mode.PULL, RoutingReason.PUSH_FAILED
     ticket = (standing_ticket or "") if mode is Mode.PUSH else ""
-    return RoutingChoice(mode, reason, prefill_choice, decode_choice, ticket)
+    return RoutingChoice(mode, reason, prefill, decode, ticket)
 
 
 class Unserved(KVConnectError):
     """No engine serves the model or the path of a request."""
 
 
-def explain_no_choice(view: FleetView, request: RoutingRequest) -> str:
+def explain_no_choice(view: FleetView, request: RoutedRequest) -> str:
     """Return why :func:`choose` found no engines at the first attempt.
 
     Raises:
@@ -234,22 +259,21 @@ def explain_no_choice(view: FleetView, request: RoutingRequest) -> str:
         Refused: no engine can take a request of this form.
     """
     sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
-    if request.api.decode_only or view.unified:
+    if request.decode_only or view.unified:
         del sides[Role.PREFILL]
-    if any(workers and not _serving(workers, request) for workers in sides.values()):
-        model = request.prompt.model[:_SHOWN]
-        named = any(w.engine in request.api.engines for workers in sides.values() for w in workers)
-        what = (
+    if any(engines and not _serving(engines, request) for engines in sides.values()):
+        named = any(e.kind in request.kinds for engines in sides.values() for e in engines)
+        model = request.model[:_SHOWN]
+        raise Unserved(
             f"The model `{model}` does not exist." if named else "No engine here serves this path."
         )
-        raise Unserved(what)
     missing = [role.value for role in view.missing() if role in sides]
     if missing:
         return f"no {' and no '.join(missing)} engine is up"
-    if not all(_available(workers, (), request) for workers in sides.values()):
-        return f"no engine that is up serves the model {request.prompt.model[:_SHOWN]!r}"
-    if request.prompt.sampled and not view.unified:
-        if all(worker.engine is Engine.SGLANG for worker in _serving(view.decode, request)):
+    if not all(_available(engines, (), request) for engines in sides.values()):
+        return f"no engine that is up serves the model {request.model[:_SHOWN]!r}"
+    if request.sampled and not view.unified:
+        if all(engine.kind is EngineKind.SGLANG for engine in _serving(view.decode, request)):
             fix = "send the request without n, once for each answer"
             raise Refused("n", f"SGLang hands over one answer to a prompt: {fix}")
         return "no decode engine of vLLM is up, and n needs one"
@@ -257,58 +281,52 @@ def explain_no_choice(view: FleetView, request: RoutingRequest) -> str:
 
 
 def _available(
-    workers: Sequence[WorkerView], failed: Collection[int], request: RoutingRequest
-) -> list[WorkerView]:
-    found = [w for w in _serving(workers, request) if w.up and w.index not in failed]
-    return [w for w in found if w.trusted] or found
+    engines: Sequence[EngineView], failed: Collection[int], request: RoutedRequest
+) -> list[EngineView]:
+    found = [e for e in _serving(engines, request) if e.up and e.index not in failed]
+    return [e for e in found if e.trusted] or found
 
 
-def _serving(workers: Sequence[WorkerView], request: RoutingRequest) -> list[WorkerView]:
+def _serving(engines: Sequence[EngineView], request: RoutedRequest) -> list[EngineView]:
     """Return the engines that serve the request's model and path, up or not."""
-    found = [w for w in workers if w.serves(request.prompt.model)]
-    return [w for w in found if w.engine in request.api.engines]
+    found = [e for e in engines if e.serves(request.model)]
+    return [e for e in found if e.kind in request.kinds]
 
 
 def _choose_target(
-    policy: RankingPolicy,
-    workers: Sequence[WorkerView],
-    request: RoutingRequest,
-    role: Role,
-    options: RouterOptions,
+    engines: Sequence[EngineView], request: RoutedRequest, role: Role, rules: RoutingRules
 ) -> TargetChoice:
     """Return the target for one role. Policies that ignore loads choose an engine first."""
+    policy = rules.ranking(role)
     draw = request.draw if role is Role.PREFILL else request.draw * 2**20 % 1.0
     hits = request.hits.get(role, {})
-    job = RankingJob(request.prompt.tokens, request.turn, draw, request.session)
+    job = RankingJob(request.tokens, request.turn, draw, request.session)
     if policy in (RankingPolicy.ROUND_ROBIN, RankingPolicy.RANDOM):
-        engines = [
-            Candidate(Target(target_choice), worker.ranks[0])
-            for target_choice, worker in enumerate(workers)
-        ]
-        chosen = pick(policy, engines, job)
-        worker = workers[chosen.candidate.target.worker]
+        places = [Candidate(Target(at), engine.ranks[0]) for at, engine in enumerate(engines)]
+        picked = pick(policy, places, job)
+        engine = engines[picked.candidate.target.engine]
         within = (
-            RankingPolicy.LEAST_TOKENS if options.dp_minimum_tokens else RankingPolicy.ROUND_ROBIN
+            RankingPolicy.LEAST_TOKENS if rules.dp_minimum_tokens else RankingPolicy.ROUND_ROBIN
         )
-        turn = job.turn // len(workers)
-        found = pick(within, _candidates([worker], hits), job._replace(turn=turn))
-        found = Pick(found.candidate, chosen.why)
+        turn = job.turn // len(engines)
+        found = pick(within, _candidates([engine], hits), job._replace(turn=turn))
+        found = Pick(found.candidate, picked.why)
     else:
-        found = pick(policy, _candidates(workers, hits), job)
+        found = pick(policy, _candidates(engines, hits), job)
     hit = hits.get(found.candidate.target, CacheHit()).tokens
-    return TargetChoice(found.candidate.target, found.why, max(0, request.prompt.tokens - hit), hit)
+    return TargetChoice(found.candidate.target, found.why, max(0, request.tokens - hit), hit)
 
 
 def _with_source(
-    chosen: TargetChoice, workers: Sequence[WorkerView], hits: Mapping[Target, CacheHit]
+    chosen: TargetChoice, engines: Sequence[EngineView], hits: Mapping[Target, CacheHit]
 ) -> TargetChoice:
     """Return the choice with the share ticket of the target that has the most of the prompt, if
     that is clearly more than the chosen one has. An engine without a ticket reads from none."""
     tickets = {
         target: (hits.get(target, CacheHit()).readable, -load.own, ticket)
-        for worker in workers
-        for target, load in worker.targets()
-        if (ticket := worker.share_ticket(target.rank))
+        for engine in engines
+        for target, load in engine.targets()
+        if (ticket := engine.share_ticket(target.rank))
     }
     if chosen.target not in tickets:
         return chosen
@@ -317,24 +335,24 @@ def _with_source(
     return chosen._replace(source=ticket) if more else chosen
 
 
-def _candidates(workers: Sequence[WorkerView], hits: Mapping[Target, CacheHit]) -> list[Candidate]:
+def _candidates(engines: Sequence[EngineView], hits: Mapping[Target, CacheHit]) -> list[Candidate]:
     return [
-        Candidate(target, load, worker.name, hits[target].worth if target in hits else 0.0)
-        for worker in workers
-        for target, load in worker.targets()
+        Candidate(target, load, engine.name, hits[target].worth if target in hits else 0.0)
+        for engine in engines
+        for target, load in engine.targets()
     ]
 
 
 def _handover_mode(
-    engine: Engine, standing_ticket: str | None, prompt: Prompt, options: RouterOptions
+    kind: EngineKind, standing_ticket: str | None, tokens: int, rules: RoutingRules
 ) -> tuple[Mode, RoutingReason]:
-    if engine is Engine.SGLANG:
+    if kind is EngineKind.SGLANG:
         return Mode.BOOTSTRAP, RoutingReason.DEFAULT
-    if engine is not Engine.VLLM:
+    if kind is not EngineKind.VLLM:
         return Mode.PULL, RoutingReason.CONNECTOR
-    if options.handoff == "pull":
+    if rules.pull:
         return Mode.PULL, RoutingReason.FORCED
-    if prompt.tokens < options.push_min_tokens:
+    if tokens < rules.push_min_tokens:
         return Mode.PULL, RoutingReason.SHORT
     if standing_ticket is None:
         return Mode.PULL, RoutingReason.NO_STANDING_TICKET

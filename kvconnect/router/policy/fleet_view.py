@@ -15,7 +15,7 @@ class Role(str, Enum):
     DECODE = "decode"
 
 
-class Engine(str, Enum):
+class EngineKind(str, Enum):
     """Kind of server at a URL: the engine, and the connector that moves its KV."""
 
     VLLM = "vllm"  # with KVConnect: push or pull
@@ -30,7 +30,7 @@ class Target(NamedTuple):
     ``rank`` None: the engine chooses, because it has one rank or has not reported how many.
     """
 
-    worker: int
+    engine: int
     rank: int | None = None
 
 
@@ -49,7 +49,7 @@ class TargetLoad(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WorkerView:
+class EngineView:
     """One engine. ``index`` is its number in its role; numbers are never reused.
 
     Attributes:
@@ -68,7 +68,7 @@ class WorkerView:
     up: bool
     ranks: tuple[TargetLoad, ...] = (TargetLoad(),)
     standing_tickets: tuple[str | None, ...] = ()
-    engine: Engine = Engine.VLLM
+    kind: EngineKind = EngineKind.VLLM
     models: frozenset[str] = frozenset()
     version: str = ""
     name: str = ""
@@ -95,13 +95,13 @@ class WorkerView:
         adapter's name after the model's."""
         if not model or not self.models or model in self.models:
             return True
-        bases = self.models if self.engine is Engine.SGLANG else ()
+        bases = self.models if self.kind is EngineKind.SGLANG else ()
         return any(model.startswith(f"{name}:") for name in bases)
 
-    def pairs_with(self, other: WorkerView) -> bool:
+    def pairs_with(self, other: EngineView) -> bool:
         """Whether one can use the other's KV: same engine, connector, version and model."""
         return (
-            self.engine is other.engine
+            self.kind is other.kind
             and _agree(self.version, other.version)
             and (not self.models or not other.models or bool(self.models & other.models))
         )
@@ -121,8 +121,8 @@ class FleetView:
     """All engines at one moment. ``broken``: pairs, by number, whose last probe failed.
     ``unified``: there are only decode engines, and they serve requests alone."""
 
-    prefill: tuple[WorkerView, ...]
-    decode: tuple[WorkerView, ...]
+    prefill: tuple[EngineView, ...]
+    decode: tuple[EngineView, ...]
     broken: Collection[tuple[int, int]] = ()
     unified: bool = False
 

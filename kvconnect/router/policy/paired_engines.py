@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import NamedTuple
 
-from kvconnect.router.policy.fleet_view import FleetView, WorkerView
+from kvconnect.router.policy.fleet_view import EngineView, FleetView
 
 
 class PairedEngines(NamedTuple):
     """Engines that all pair with one another, and the request's turn among them."""
 
-    prefill: list[WorkerView]
-    decode: list[WorkerView]
+    prefill: list[EngineView]
+    decode: list[EngineView]
     turn: int
 
 
 def best_group(
-    view: FleetView, prefill: list[WorkerView], decode: list[WorkerView], turn: int
+    view: FleetView, prefill: list[EngineView], decode: list[EngineView], turn: int
 ) -> PairedEngines | None:
     """Return engines that pair; engines proven by probes are preferred."""
-    proven_prefill = [w for w in prefill if w.proven]
-    proven_decode = [w for w in decode if w.proven]
+    proven_prefill = [engine for engine in prefill if engine.proven]
+    proven_decode = [engine for engine in decode if engine.proven]
     return (
         _group(proven_prefill, proven_decode, view.broken, turn)
         or _group(prefill, decode, view.broken, turn)
@@ -30,8 +30,8 @@ def best_group(
 
 
 def _group(
-    prefill: list[WorkerView],
-    decode: list[WorkerView],
+    prefill: list[EngineView],
+    decode: list[EngineView],
     broken: Collection[tuple[int, int]],
     turn: int,
 ) -> PairedEngines | None:
@@ -40,30 +40,28 @@ def _group(
     if not prefill or not decode:
         return None
     first = prefill[0]
-    if not broken and all(_identical(first, worker) for worker in (*prefill, *decode)):
+    if not broken and all(_identical(first, engine) for engine in (*prefill, *decode)):
         return PairedEngines(prefill, decode, turn)
     groups: dict[tuple[int, ...], PairedEngines] = {}
-    for worker in prefill:
+    for engine in prefill:
         partners = [
             other
             for other in decode
-            if worker.pairs_with(other) and (worker.index, other.index) not in broken
+            if engine.pairs_with(other) and (engine.index, other.index) not in broken
         ]
         if partners:
             key = tuple(other.index for other in partners)
-            groups.setdefault(key, PairedEngines([], partners, 0)).prefill.append(worker)
+            groups.setdefault(key, PairedEngines([], partners, 0)).prefill.append(engine)
     weights = [min(len(group.prefill), len(group.decode)) for group in groups.values()]
     if not weights:
         return None
-    cycle, target_choice = divmod(turn, sum(weights))
+    cycle, rest = divmod(turn, sum(weights))
     for group, weight in zip(groups.values(), weights, strict=True):
-        if target_choice < weight:
-            return group._replace(turn=cycle * weight + target_choice)
-        target_choice -= weight
+        if rest < weight:
+            return group._replace(turn=cycle * weight + rest)
+        rest -= weight
     raise AssertionError("a turn falls into one group")
 
 
-def _identical(one: WorkerView, other: WorkerView) -> bool:
-    return (
-        one.engine is other.engine and one.version == other.version and one.models == other.models
-    )
+def _identical(one: EngineView, other: EngineView) -> bool:
+    return one.kind is other.kind and one.version == other.version and one.models == other.models

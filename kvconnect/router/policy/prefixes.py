@@ -43,6 +43,9 @@ TIER_OF_MEDIUM: Mapping[str | None, CacheTier] = {
 MOST_BLOCKS = 1_000_000  # limit of blocks of one target: about 400 MB
 MOST_SIZES = 4  # limit of block sizes of one target
 
+CHUNK_TOKENS = 16
+"""Tokens of one chunk of a :class:`PromptPrefix`."""
+
 BlockName = int
 EngineHash = int | bytes
 
@@ -58,6 +61,21 @@ class CacheHit(NamedTuple):
 
 CacheHits = Mapping[Role, Mapping[Target, CacheHit]]
 """Cached tokens of a prompt by role and target; a role without information is missing."""
+
+
+class PromptPrefix(NamedTuple):
+    """Keys of a prompt for cache lookups.
+
+    Attributes:
+        token_ids: token ids of the only prompt; empty if it is text.
+        chunk_hashes: one hash per whole chunk; equal chunks with equal model, salt and adapter have
+            equal hashes.
+        plain: the body has neither salt nor adapter, so the ids alone identify blocks.
+    """
+
+    token_ids: list[int]
+    chunk_hashes: list[int]
+    plain: bool
 
 
 @dataclass

@@ -6,9 +6,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 
-from kvconnect.router.body import CHUNK_TOKENS
 from kvconnect.router.policy.fleet_view import Target
-from kvconnect.router.policy.prefixes import CacheHit, CacheTier, PrefixIndex, StoredBlocks
+from kvconnect.router.policy.prefixes import (
+    CHUNK_TOKENS,
+    CacheHit,
+    CacheTier,
+    PrefixIndex,
+    StoredBlocks,
+)
 
 _MOST = 500_000  # remembered chunks of all targets: about 200 MB
 

@@ -19,14 +19,14 @@ from kvconnect.commands import router
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.options import (
     AdminAccess,
+    EngineSpec,
     Intervals,
     Listening,
     RouterLimits,
     RouterOptions,
     Sources,
-    Worker,
 )
-from kvconnect.router.policy.fleet_view import Engine, Role
+from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.ranking import RankingPolicy
 
 ONE, TWO = "one-0123456789abcd", "two-0123456789abcd"
@@ -46,7 +46,7 @@ def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> RouterOptions:
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = RouterOptions((Worker("http://a:1"),), (Worker("http://b:2"),))
+    options = RouterOptions((EngineSpec("http://a:1"),), (EngineSpec("http://b:2"),))
     assert served(monkeypatch, NEEDED) == options
 
 
@@ -83,10 +83,10 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         *("--shared-port", "--tls-cert", "/c", "--tls-key", "/k", "--api-key-file", str(keys)),
         *("--admin-token-file", str(token), "--admin-host", "::1", "--admin-port", "82"),
     ]
-    a, b = Worker("http://a:1"), Worker("http://a:2", Engine.SGLANG)
+    a, b = EngineSpec("http://a:1"), EngineSpec("http://a:2", EngineKind.SGLANG)
     options = RouterOptions(
         (a, b),
-        (Worker("http://b:2"),),
+        (EngineSpec("http://b:2"),),
         handoff="pull",
         push_min_tokens=256,
         limits=RouterLimits(30.0, 40.0, 7, 8, 9.0, 11.0),
@@ -108,7 +108,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_a_unified_router_needs_no_prefill_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     options = served(monkeypatch, ["router", "--unified", "--decode", "http://b:2"])
-    assert options == RouterOptions((), (Worker("http://b:2"),), handoff="none")
+    assert options == RouterOptions((), (EngineSpec("http://b:2"),), handoff="none")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvconnect.router.apis import APIS
+from kvconnect.router.requests.apis import APIS
 from tests.fakes.engine import (
     FakeEngine,
     begin_stream,

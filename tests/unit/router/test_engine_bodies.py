@@ -11,38 +11,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, Refused
-from kvconnect.router.body import Prompt, prefix_of, prompt_of, read_body, token_ids_of
 from kvconnect.router.fleet import reports
-from kvconnect.router.http import engine_bodies
 from kvconnect.router.options import (
+    EngineSpec,
     Intervals,
     RouterLimits,
     RouterOptions,
-    Worker,
     check_etcd,
     check_hosts,
-    workers,
+    engine_specs,
 )
 from kvconnect.router.policy.choice import (
     MODES,
     FailedTargets,
     Mode,
+    RoutedRequest,
     RoutingChoice,
     RoutingReason,
-    RoutingRequest,
+    RoutingRules,
     TargetChoice,
     choose,
     explain_no_choice,
 )
 from kvconnect.router.policy.fleet_view import (
-    Engine,
+    EngineKind,
+    EngineView,
     FleetView,
     Role,
     Target,
     TargetLoad,
-    WorkerView,
 )
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.body import prefix_of, prompt_of, read_body, token_ids_of
 
 ID = "0123456789abcdef" * 2
 
@@ -464,16 +465,16 @@ def test_marks_that_are_nested_deeply_or_too_many_are_not_followed() -> None:
     assert prompt_of(came({"tools": many[:1000]})).retention_s == 300
 
 
-ONE = Prompt(single=True, tokens=100)
-OPTIONS = RouterOptions((), ())
+ONE = RoutedRequest(0, 100)
+RULES = RoutingRules()
 
 
 def view(prefill: str, decode: str) -> FleetView:
     """One letter per engine: c(ard), u(p), d(own)."""
 
-    def engines(states: str) -> tuple[WorkerView, ...]:
+    def engines(states: str) -> tuple[EngineView, ...]:
         return tuple(
-            WorkerView(i, state != "d", standing_tickets=(f"ticket {i}",) if state == "c" else ())
+            EngineView(i, state != "d", standing_tickets=(f"ticket {i}",) if state == "c" else ())
             for i, state in enumerate(states)
         )
 
@@ -481,29 +482,29 @@ def view(prefill: str, decode: str) -> FleetView:
 
 
 def mode_of(
-    seen: FleetView, prompt: Prompt = ONE, options: RouterOptions = OPTIONS
+    seen: FleetView, request: RoutedRequest = ONE, rules: RoutingRules = RULES
 ) -> tuple[Mode, RoutingReason, str] | None:
-    found = choose(seen, RoutingRequest(prompt, 0), FailedTargets(), options)
+    found = choose(seen, request, FailedTargets(), rules)
     return found and (found.mode, found.reason, found.standing_ticket)
 
 
 def test_push_by_default_and_pull_where_it_must_be() -> None:
     seen, push = view("c", "u"), (Mode.PUSH, RoutingReason.DEFAULT, "ticket 0")
     assert mode_of(seen) == push
-    forced = RouterOptions((), (), handoff="pull")
-    assert mode_of(seen, options=forced) == (Mode.PULL, RoutingReason.FORCED, "")
-    long = RouterOptions((), (), push_min_tokens=101)
-    assert mode_of(seen, options=long) == (Mode.PULL, RoutingReason.SHORT, "")
-    just = RouterOptions((), (), push_min_tokens=100)
-    assert mode_of(seen, options=just) == push
+    forced = RoutingRules(pull=True)
+    assert mode_of(seen, rules=forced) == (Mode.PULL, RoutingReason.FORCED, "")
+    long = RoutingRules(push_min_tokens=101)
+    assert mode_of(seen, rules=long) == (Mode.PULL, RoutingReason.SHORT, "")
+    just = RoutingRules(push_min_tokens=100)
+    assert mode_of(seen, rules=just) == push
     assert mode_of(view("u", "u")) == (Mode.PULL, RoutingReason.NO_STANDING_TICKET, "")
 
 
 def test_a_card_is_one_ranks() -> None:
-    two = WorkerView(
+    two = EngineView(
         0, True, (TargetLoad(9, 0), TargetLoad(0, 0)), standing_tickets=(None, "ticket of 1")
     )
-    seen = FleetView((two,), (WorkerView(0, True),))
+    seen = FleetView((two,), (EngineView(0, True),))
     assert mode_of(seen) == (Mode.PUSH, RoutingReason.DEFAULT, "ticket of 1")
     assert mode_of(FleetView((replace(two, standing_tickets=("ticket of 0",)),), seen.decode)) == (
         Mode.PULL,
@@ -513,20 +514,20 @@ def test_a_card_is_one_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "want"),
+    ("kind", "want"),
     [
-        (Engine.NIXL, (Mode.PULL, RoutingReason.CONNECTOR, "")),
-        (Engine.MOONCAKE, (Mode.PULL, RoutingReason.CONNECTOR, "")),
-        (Engine.SGLANG, (Mode.BOOTSTRAP, RoutingReason.DEFAULT, "")),
+        (EngineKind.NIXL, (Mode.PULL, RoutingReason.CONNECTOR, "")),
+        (EngineKind.MOONCAKE, (Mode.PULL, RoutingReason.CONNECTOR, "")),
+        (EngineKind.SGLANG, (Mode.BOOTSTRAP, RoutingReason.DEFAULT, "")),
     ],
 )
-def test_connectors_decide_how_engines_hand_over(engine: Engine, want: object) -> None:
-    assert mode_of(FleetView(*[(WorkerView(0, True, engine=engine),)] * 2)) == want
+def test_connectors_decide_how_engines_hand_over(kind: EngineKind, want: object) -> None:
+    assert mode_of(FleetView(*[(EngineView(0, True, kind=kind),)] * 2)) == want
 
 
 def test_several_prompts_need_no_prefill_engine() -> None:
-    several = Prompt(single=False, tokens=100)
-    found = choose(view("d", "du"), RoutingRequest(several, 0), FailedTargets(), OPTIONS)
+    several = ONE._replace(single=False)
+    found = choose(view("d", "du"), several, FailedTargets(), RULES)
     assert found is not None and found.prefill is None
     assert (found.mode, found.reason) == (Mode.PLAIN, RoutingReason.MULTI)
     assert found.decode.target == Target(1)
@@ -536,13 +537,13 @@ def test_several_prompts_need_no_prefill_engine() -> None:
 
 def test_engines_of_a_unified_router_serve_alone() -> None:
     engine = replace(view("", "du"), unified=True)
-    several = Prompt(single=False, tokens=100, sampled=True)
-    for prompt in (ONE, several):
-        assert mode_of(engine, prompt) == (Mode.PLAIN, RoutingReason.UNIFIED, "")
+    several = ONE._replace(single=False, sampled=True)
+    for request in (ONE, several):
+        assert mode_of(engine, request) == (Mode.PLAIN, RoutingReason.UNIFIED, "")
     assert (engine.missing(), view("", "du").missing()) == ([], [Role.PREFILL])
     down = replace(view("", "d"), unified=True)
     assert mode_of(down) is None
-    assert explain_no_choice(down, RoutingRequest(ONE, 0)) == "no decode engine is up"
+    assert explain_no_choice(down, ONE) == "no decode engine is up"
 
 
 def test_every_mode_has_its_series() -> None:
@@ -643,14 +644,14 @@ def test_models_version_and_engine_ids() -> None:
 
 def test_urls_lose_their_slash() -> None:
     urls = ["http://a:1/", "https://b", "http://[::1]:3/base/"]
-    found = [worker.url for worker in workers("prefill", urls)]
+    found = [spec.url for spec in engine_specs("prefill", urls)]
     assert found == ["http://a:1", "https://b", "http://[::1]:3/base"]
 
 
 def test_what_stands_after_a_url() -> None:
     text = "http://[::1]:3/,engine=sglang,bootstrap=9000,version=v2,events=5557,replay=5558"
-    (found,) = workers("prefill", [text])
-    assert found == Worker("http://[::1]:3", Engine.SGLANG, 9000, "v2", 5557, 5558)
+    (found,) = engine_specs("prefill", [text])
+    assert found == EngineSpec("http://[::1]:3", EngineKind.SGLANG, 9000, "v2", 5557, 5558)
     assert (found.host, found.bootstrap_url) == ("[::1]", "http://[::1]:9000")
     for wrong, says in (
         ("engine=tgi", "use one of vllm, nixl, mooncake, sglang"),
@@ -660,7 +661,7 @@ def test_what_stands_after_a_url() -> None:
         ("", "use engine, bootstrap"),
     ):
         with pytest.raises(ConfigError, match=says):
-            workers("prefill", [f"http://a,{wrong}"])
+            engine_specs("prefill", [f"http://a,{wrong}"])
 
 
 @pytest.mark.parametrize(
@@ -677,13 +678,13 @@ def test_what_stands_after_a_url() -> None:
 )
 def test_what_is_no_url_of_an_engine_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"prefill=.*use a URL such as"):
-        workers("prefill", [url])
+        engine_specs("prefill", [url])
 
 
 @pytest.mark.parametrize("before", ["u:secret", ":secret", "secret", "u:sec/ret", "u:se@cret", ""])
 def test_a_url_has_no_password(before: str) -> None:
     """It would stand in /health, in metrics and in logs; so not in the message either."""
-    for refuse in (lambda url: workers("prefill", [url]), lambda url: check_etcd(url + "/k")):
+    for refuse in (lambda url: engine_specs("prefill", [url]), lambda url: check_etcd(url + "/k")):
         with pytest.raises(ConfigError, match="leave user and password out") as error:
             refuse(f"http://{before}@a:1")
         assert "sec" not in str(error.value) and "ret" not in str(error.value)
@@ -692,7 +693,7 @@ def test_a_url_has_no_password(before: str) -> None:
 
 def test_an_engine_is_named_once() -> None:
     with pytest.raises(ConfigError, match="once"):
-        workers("decode", ["http://a", "http://b", "http://a/"])
+        engine_specs("decode", ["http://a", "http://b", "http://a/"])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ import pytest
 
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.router.api_keys import ApiKey
-from kvconnect.router.body import read_body
-from kvconnect.router.fields import (
+from kvconnect.router.options import Listening
+from kvconnect.router.policy.fleet_view import EngineKind
+from kvconnect.router.requests.body import read_body
+from kvconnect.router.requests.fields import (
     ANTHROPIC,
     DECISIONS,
     DROPPED,
@@ -22,8 +24,6 @@ from kvconnect.router.fields import (
     check_named,
     permitted,
 )
-from kvconnect.router.options import Listening
-from kvconnect.router.policy.fleet_view import Engine
 from scripts.engine_api.fields import VLLM_TYPES, read_text, request_fields
 from tests.fakes.engine import FakeEngine, bench, decodes, on_loop, prefills
 
@@ -32,7 +32,7 @@ KEYED = Permissions(listed_only=True, priority=False)
 SECOND = "sk-4a7f0c2be19d4e5f"
 
 
-def undecided(engine: Engine, known: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+def undecided(engine: EngineKind, known: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
     """Fields that an engine knows and no list has."""
     found = {path: names - DECISIONS[engine].decided(path) for path, names in known.items()}
     return {path: names for path, names in found.items() if names}
@@ -41,7 +41,7 @@ def undecided(engine: Engine, known: dict[str, frozenset[str]]) -> dict[str, fro
 def test_every_field_of_the_installed_vllm_is_decided() -> None:
     vllm = pytest.importorskip("vllm")
     known = request_fields(Path(vllm.__file__).parents[1], "vllm")
-    assert undecided(Engine.VLLM, known) == {}
+    assert undecided(EngineKind.VLLM, known) == {}
     # The sources were read as pydantic reads them.
     for path, types in VLLM_TYPES.items():
         models = (getattr(importlib.import_module(module), name) for module, name in types)
@@ -51,24 +51,24 @@ def test_every_field_of_the_installed_vllm_is_decided() -> None:
 def test_every_field_of_the_last_supported_vllm_is_decided() -> None:
     known = read_text(LAST.read_text())
     assert known.keys() == VLLM_TYPES.keys()
-    assert undecided(Engine.VLLM, known) == {}
+    assert undecided(EngineKind.VLLM, known) == {}
     # Control: a field that a version adds is found.
     more = {**known, "/v1/completions": known["/v1/completions"] | {"kv_home"}}
-    assert undecided(Engine.VLLM, more) == {"/v1/completions": {"kv_home"}}
+    assert undecided(EngineKind.VLLM, more) == {"/v1/completions": {"kv_home"}}
 
 
 def test_lists_have_no_fields_that_no_version_knows() -> None:
     known = read_text(LAST.read_text())
     clients = {*OPENAI.split(), *ANTHROPIC.split(), "max_chunks_per_doc", "return_documents"}
     for path, names in known.items():
-        assert DECISIONS[Engine.VLLM].passed[path] - names <= clients, path
+        assert DECISIONS[EngineKind.VLLM].passed[path] - names <= clients, path
 
 
 def body_of(**fields: Any) -> dict[str, Any]:
     return read_body(msgspec.json.encode(fields))
 
 
-def kept(engine: Engine, path: str, permissions: Permissions, **fields: Any) -> set[str]:
+def kept(engine: EngineKind, path: str, permissions: Permissions, **fields: Any) -> set[str]:
     return set(permitted(engine, path, body_of(**fields), permissions).body)
 
 
@@ -78,19 +78,19 @@ DANGEROUS = ("custom_labels", "kv_hints", "mm_hashes", "http_worker_ipc", "backg
 @pytest.mark.parametrize("permissions", [KEYED, Permissions()])
 def test_dangerous_fields_are_dropped_and_named(permissions: Permissions) -> None:
     body = body_of(text="a", **{name: {"a": "b"} for name in DANGEROUS}, rid="0")
-    found = permitted(Engine.SGLANG, "/generate", body, permissions)
+    found = permitted(EngineKind.SGLANG, "/generate", body, permissions)
     assert found.body.keys() == {"text"}
     assert set(found.dropped) == {*DANGEROUS} and set(found.dropped) <= set(DROPPED)
     # The operator may let one pass, but none that only the router sets.
     named = permissions._replace(named=check_named(["custom_labels"]))
-    assert "custom_labels" in permitted(Engine.SGLANG, "/generate", body, named).body
+    assert "custom_labels" in permitted(EngineKind.SGLANG, "/generate", body, named).body
     for name in ("rid", "kv_transfer_params", "bootstrap_host"):
         with pytest.raises(ConfigError, match=name):
             check_named([name])
 
 
 def test_a_field_that_no_list_has_is_refused_where_keys_are_set_and_passes_else() -> None:
-    for engine in Engine:
+    for engine in EngineKind:
         with pytest.raises(Refused, match="--pass-field top_q"):
             kept(engine, "/v1/completions", KEYED, prompt="a", top_q=1)
         named = KEYED._replace(named=frozenset({"top_q"}))
@@ -103,11 +103,11 @@ def test_a_field_that_runs_code_or_names_sessions_needs_the_operator() -> None:
     for name in ("session_params", "custom_logit_processor"):
         for permissions in (KEYED, Permissions()):
             with pytest.raises(Refused, match=f"--pass-field {name}"):
-                kept(Engine.SGLANG, "/generate", permissions, text="a", **{name: "x"})
+                kept(EngineKind.SGLANG, "/generate", permissions, text="a", **{name: "x"})
 
 
 def test_priority_passes_with_the_permission_of_the_key() -> None:
-    for engine, path in ((Engine.VLLM, "/v1/completions"), (Engine.SGLANG, "/generate")):
+    for engine, path in ((EngineKind.VLLM, "/v1/completions"), (EngineKind.SGLANG, "/generate")):
         assert kept(engine, path, KEYED, priority=-9) == set()
         assert kept(engine, path, KEYED._replace(priority=True), priority=-9) == {"priority"}
 
@@ -120,11 +120,11 @@ def test_sglangs_internal_sampling_fields_do_not_pass(name: str) -> None:
         (b"[%b]" % one, b'[{"temperature":0.10}]'),
     ):
         body = read_body(b'{"text": "a", "sampling_params": %b}' % sent)
-        found = permitted(Engine.SGLANG, "/generate", body, KEYED).body
+        found = permitted(EngineKind.SGLANG, "/generate", body, KEYED).body
         assert msgspec.json.encode(found["sampling_params"]) == wanted
     with pytest.raises(Refused):
         body = read_body(b'{"sampling_params": "is_normalized"}')
-        permitted(Engine.SGLANG, "/generate", body, KEYED)
+        permitted(EngineKind.SGLANG, "/generate", body, KEYED)
 
 
 @on_loop

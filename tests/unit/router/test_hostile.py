@@ -38,7 +38,8 @@ def test_control_a_client_that_names_transfers_is_seen(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         fleet,
         "BEFORE",
-        "from kvconnect.router import body, outgoing; body._ROUTERS_OWN = (); "
+        "from kvconnect.router import outgoing; from kvconnect.router.requests import body; "
+        "body._ROUTERS_OWN = (); "
         "outgoing.permitted = lambda engine, path, body, permissions: (body, ())",
     )
     told = b'{"model":"fake","prompt":"a","ec_transfer_params":{"host":"10.99.99.99"}}'
@@ -49,10 +50,12 @@ def test_control_a_client_that_names_transfers_is_seen(monkeypatch: pytest.Monke
 
 
 MERGES = (
-    "from kvconnect.router.http.http1 import IncomingResponse as A; "
+    "from kvconnect.router.connections.http1 import IncomingResponse as A; "
     "A.on_message_begin = lambda s: None; A.on_body = lambda s, b: s.chunks.append(b)"
 )
-PASSES_HALVES = "from kvconnect.router.http.http1 import Connection as C, IncomingResponse as A; "
+PASSES_HALVES = (
+    "from kvconnect.router.connections.http1 import Connection as C, IncomingResponse as A; "
+)
 PASSES_HALVES += (
     "C.connection_lost = lambda s, e, w=C.connection_lost: (s.response.cut_off(), w(s, e))"
 )

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvconnect.router.http import pool
-from kvconnect.router.http.http1 import BaseUrl, ConnectionLost, read, request_head
-from kvconnect.router.http.pool import ConnectionPool
+from kvconnect.router.connections import pool
+from kvconnect.router.connections.http1 import BaseUrl, ConnectionLost, read, request_head
+from kvconnect.router.connections.pool import ConnectionPool
 from tests.fakes.engine import on_loop, until
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvconnect.errors import Refused
-from kvconnect.router.body import read_body
-from kvconnect.router.http.logprobs import wants_prompt_logprobs, with_prompt_logprobs
+from kvconnect.router.requests.body import read_body
+from kvconnect.router.requests.logprobs import wants_prompt_logprobs, with_prompt_logprobs
 from tests.fakes.engine import FakeEngine, bench, on_loop, says
 
 ALL = {"return_logprob": True, "logprob_start_len": 0}

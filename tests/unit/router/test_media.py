@@ -10,9 +10,9 @@ import pytest
 
 from kvconnect.errors import Refused
 from kvconnect.router.api_keys import ApiKey
-from kvconnect.router.body import read_body
 from kvconnect.router.http.tenants import Tenants
-from kvconnect.router.media import MOST_STRUCTURE, with_own_media
+from kvconnect.router.requests.body import read_body
+from kvconnect.router.requests.media import MOST_STRUCTURE, with_own_media
 
 IMAGE = {"type": "image_url", "image_url": None, "uuid": "cat"}
 KEYS = (ApiKey("sk-0123456789abcdef"), ApiKey("sk-4a7f0c2be19d4e5f"))

@@ -22,14 +22,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.router.fleet import upstreams as breakers
+from kvconnect.router.connections.http1 import BaseUrl
+from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.fleet import engines as breakers
+from kvconnect.router.fleet.engines import Engine, engine_breaker
 from kvconnect.router.fleet.sources import OnRefused, dns, file
-from kvconnect.router.fleet.upstreams import Upstream, engine_breaker
-from kvconnect.router.http.http1 import BaseUrl
-from kvconnect.router.http.pool import ConnectionPool
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import Sources, Worker
-from kvconnect.router.policy.fleet_view import Engine, Role
+from kvconnect.router.options import EngineSpec, Sources
+from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.loads import Loads
 from tests.fakes.engine import (
     ASK,
@@ -95,7 +95,7 @@ def test_a_burst_of_failures_is_one_and_a_restart_forgets_them() -> None:
     breaker.failed(8.0, 7.5)
     breaker.failed(8.5, 6.0)
     assert not breaker.allows(9.9) and breaker.allows(10.0)
-    upstream = Upstream(Role.DECODE, 0, Worker("http://a:1"), Loads(1.0), lambda _: None)
+    upstream = Engine(Role.DECODE, 0, EngineSpec("http://a:1"), Loads(1.0), lambda _: None)
     for _ in range(breakers.FAILURES):
         upstream.breaker.failed(time.monotonic(), 0.0)
     assert not upstream.breaker.allows(time.monotonic())
@@ -322,8 +322,8 @@ def test_what_a_file_names() -> None:
 
     text = "prefill http://a:1,engine=sglang\n# no\n  decode   http://b:2  \n"
     named = {
-        Role.PREFILL: (Worker("http://a:1", Engine.SGLANG),),
-        Role.DECODE: (Worker("http://b:2"),),
+        Role.PREFILL: (EngineSpec("http://a:1", EngineKind.SGLANG),),
+        Role.DECODE: (EngineSpec("http://b:2"),),
     }
     assert file.parse(text, {}, refuse) == named
     assert not said
@@ -333,7 +333,9 @@ def test_what_a_file_names() -> None:
         assert file.parse(wrong, named, refuse) == named, "while a line is wrong, none is removed"
         assert said.pop().startswith(f"file: kvconnect: line {line}=")
     more = file.parse("decode nonsense\ndecode http://c:3\ndecode http://c:3", named, refuse)
-    assert more[Role.DECODE] == (Worker("http://c:3"), Worker("http://b:2")), "but others are added"
+    assert more[Role.DECODE] == (EngineSpec("http://c:3"), EngineSpec("http://b:2")), (
+        "but others are added"
+    )
     assert len(said) == 2
 
 
@@ -352,7 +354,7 @@ async def test_dns_stands_for_every_address(monkeypatch: pytest.MonkeyPatch) -> 
     one, two = await dns.resolve(model, lambda what, text: said.append(what.value))
     assert said == ["dns"], "an address that is none is refused by itself"
     assert (one.url, two.url) == ("http://10.0.0.1:8000/base", "http://[fd00::1]:8000/base")
-    assert one.engine is two.engine is Engine.SGLANG
+    assert one.kind is two.kind is EngineKind.SGLANG
 
 
 @on_loop
@@ -365,10 +367,10 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
         sources = Sources(dns=names)
         fails = False
 
-        async def found(name: str, refuse: OnRefused) -> tuple[Worker, ...]:
+        async def found(name: str, refuse: OnRefused) -> tuple[EngineSpec, ...]:
             if fails:
                 raise OSError("no answer")
-            return (Worker(name.replace("localhost", "127.0.0.1")),)
+            return (EngineSpec(name.replace("localhost", "127.0.0.1")),)
 
         monkeypatch.setattr(dns, "resolve", found)
         async with bench([], [], sources=sources) as router:

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.router.body import Prompt
 from kvconnect.router.fleet.pairing import RETRY_S, EnginePair, Pairing
-from kvconnect.router.options import RouterOptions
-from kvconnect.router.policy.choice import FailedTargets, RoutingRequest, choose
-from kvconnect.router.policy.fleet_view import FleetView, Role, WorkerView
+from kvconnect.router.policy.choice import FailedTargets, RoutedRequest, RoutingRules, choose
+from kvconnect.router.policy.fleet_view import EngineView, FleetView, Role
 
 INTERVAL_S = 60.0
 
@@ -119,20 +117,20 @@ def test_what_was_lost_is_probed_anew_and_an_old_verdict_does_not_count() -> Non
 
 def chosen(prefill: str, decode: str, broken: set[tuple[int, int]]) -> set[tuple[int, int]]:
     """The pairs that get requests; a letter per engine: ``+`` proven, ``-`` not."""
-    workers = [
-        tuple(WorkerView(i, True, proven=sign == "+") for i, sign in enumerate(signs))
+    engines = [
+        tuple(EngineView(i, True, proven=sign == "+") for i, sign in enumerate(signs))
         for signs in (prefill, decode)
     ]
-    view, found = FleetView(workers[0], workers[1], broken), set()
+    view, found = FleetView(engines[0], engines[1], broken), set()
     for turn in range(48):
         choice = choose(
             view,
-            RoutingRequest(Prompt(True, 10), turn),
+            RoutedRequest(turn, 10),
             FailedTargets(),
-            RouterOptions((), (), handoff="pull"),
+            RoutingRules(pull=True),
         )
         assert choice is not None and choice.prefill is not None
-        found.add((choice.prefill.target.worker, choice.decode.target.worker))
+        found.add((choice.prefill.target.engine, choice.decode.target.engine))
     return found
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from kvconnect.router.body import prefix_of, read_body
 from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import CacheHit
 from kvconnect.router.policy.prompt_history import History
+from kvconnect.router.requests.body import prefix_of, read_body
 
 A = Target(0)
 

@@ -37,7 +37,7 @@ def candidates(*loads: tuple[int, int | None], hits: dict[int, float] | None = N
 def picked(policy: RankingPolicy, some: list[Candidate], **job: Any) -> int:
     return pick(
         policy, some, RankingJob(**{"tokens": 100, "turn": 0, **job})
-    ).candidate.target.worker
+    ).candidate.target.engine
 
 
 LOADS = st.lists(
@@ -82,7 +82,7 @@ def test_of_two_the_unknown_is_not_picked_before_an_idle_one(
 @given(LOADS, JOBS)
 def test_least_tokens_takes_the_least(loads: list[tuple[int, int | None]], job: RankingJob) -> None:
     some = candidates(*loads)
-    place = pick(RankingPolicy.LEAST_TOKENS, some, job).candidate.target.worker
+    place = pick(RankingPolicy.LEAST_TOKENS, some, job).candidate.target.engine
     assert tokens_at(some)[place] == min(tokens_at(some))
 
 
@@ -131,7 +131,7 @@ def test_cache_aware_weighs_a_hit_against_the_load() -> None:
             candidates((load, 0), (0, 0), hits={0: hit}),
             RankingJob(1000, 1),
         )
-        return found.candidate.target.worker, found.why
+        return found.candidate.target.engine, found.why
 
     assert where(0, 900.0) == (0, RankingReason.HIT)
     assert where(899, 900.0) == (0, RankingReason.HIT)
@@ -146,7 +146,7 @@ def test_cache_aware_never_adds_more_load_than_it_saves(
     some = candidates(*loads, hits=hits)
     found = pick(RankingPolicy.CACHE_AWARE, some, job).candidate
     tokens = tokens_at(some)
-    assert tokens[found.target.worker] - min(tokens) <= found.hit + 1e-6
+    assert tokens[found.target.engine] - min(tokens) <= found.hit + 1e-6
 
 
 def test_a_session_stays_and_only_those_of_a_lost_target_move() -> None:
@@ -167,7 +167,7 @@ def test_a_session_moves_on_from_a_target_that_is_too_busy() -> None:
     loads = [(0, 0)] * 4
     loads[home] = (10_000, 0)
     found = pick(RankingPolicy.SESSION, candidates(*loads), RankingJob(10, 0, 0.0, "s"))
-    assert found.why is RankingReason.SPILLED and found.candidate.target.worker != home
+    assert found.why is RankingReason.SPILLED and found.candidate.target.engine != home
     assert pick(RankingPolicy.SESSION, idle, RankingJob(10, 0)).why is RankingReason.NO_SESSION
 
 

@@ -9,8 +9,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvconnect.router.body import read_body
-from kvconnect.router.request_ids import RESPONSE_ID, RID, ClientIds, client_ids, with_request_id
+from kvconnect.router.requests.body import read_body
+from kvconnect.router.requests.request_ids import (
+    RESPONSE_ID,
+    RID,
+    ClientIds,
+    client_ids,
+    with_request_id,
+)
 from tests.fakes.engine import FakeEngine, begin_stream, bench, on_loop
 
 RANDOM = "0123456789abcdef" * 2

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvconnect.router.body import read_body
-from kvconnect.router.retries import (
+from kvconnect.router.requests.body import read_body
+from kvconnect.router.requests.retries import (
     LEAST_RETRIES,
     MOST_BODIES,
     REFUSED_S,

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from kvconnect.router.fleet.sources import configured_sources, file, kubernetes
 from kvconnect.router.options import Sources
-from kvconnect.router.policy.fleet_view import Engine, Role
+from kvconnect.router.policy.fleet_view import EngineKind, Role
 from tests.fakes.engine import on_loop, until
 from tests.fakes.engine_source import Latest, refused
 
@@ -132,7 +132,7 @@ async def test_ready_endpoints_come_and_go(tmp_path: Path, monkeypatch: pytest.M
                 await until(lambda: latest.urls(Role.DECODE) == want)
 
             await shows("10.0.0.1")
-            assert latest.named[Role.DECODE][0].engine is Engine.SGLANG
+            assert latest.named[Role.DECODE][0].kind is EngineKind.SGLANG
             assert list(latest.named) == [Role.DECODE]
             await until(lambda: bool(served.watches))
             assert served.asked[0]["labelSelector"] == "kubernetes.io/service-name=decode"

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import Refused
-from kvconnect.router.fleet import kv_subscriber
+from kvconnect.router.fleet import kv_subscriber, receipts
 from kvconnect.router.fleet.kv_events import PublishedReceipt, receipts_in
-from kvconnect.router.http import receipts
-from kvconnect.router.http.receipts import OwedReceipts, ReceiptStream
+from kvconnect.router.fleet.receipts import OwedReceipts
+from kvconnect.router.http.receipt_stream import ReceiptStream
 from kvconnect.router.options import Listening
 from kvconnect.router.policy.ranking import RankingPolicy
 from tests.fakes.engine import (

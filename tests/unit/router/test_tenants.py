@@ -17,7 +17,6 @@ import pytest
 from kvconnect import memory
 from kvconnect.cache.keys import tenant_of
 from kvconnect.router.api_keys import ApiKey
-from kvconnect.router.body import prefix_of, read_body
 from kvconnect.router.http.admission import BodyMemory, Busy, ClientConcurrency
 from kvconnect.router.http.request_reader import RequestReader
 from kvconnect.router.http.tenants import Tenants
@@ -26,6 +25,7 @@ from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.prefixes import CacheTier, StoredBlocks
 from kvconnect.router.policy.ranking import RankingPolicy
+from kvconnect.router.requests.body import prefix_of, read_body
 from tests.fakes.engine import Bench, FakeEngine, bench, decodes, hangs, on_loop, prefills, until
 
 SECRET = (
@@ -64,7 +64,7 @@ def test_prompts_are_the_same_only_with_the_same_salt_model_and_adapter(prompt: 
 
 def test_events_say_nothing_about_prompts_with_a_salt_or_of_adapters() -> None:
     ids, target = list(range(64)), Target(0)
-    caches = Caches(RouterOptions((), (), **AWARE))
+    caches = Caches(RouterOptions((), (), **AWARE).rules)
     for index in caches.indexes.values():
         index.stored(target, StoredBlocks([1, 2, 3, 4], None, ids, 16, CacheTier.DEVICE))
 
@@ -303,7 +303,7 @@ async def test_large_bodies_are_parsed_off_the_loop(monkeypatch: pytest.MonkeyPa
             names.add(threading.current_thread().name.partition("_")[0])
             return prefix_of(body)
 
-        monkeypatch.setattr("kvconnect.router.body.prefix_of", spy)
+        monkeypatch.setattr("kvconnect.router.requests.body.prefix_of", spy)
         assert (await router.post(ASK | {"prompt": "b" * 900_000})).status == 200
         assert names == {"kvconnect-bodies"}
         assert (await router.post(ASK)).status == 200

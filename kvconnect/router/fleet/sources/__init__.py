@@ -13,10 +13,10 @@ from functools import partial
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import Sources, Worker, worker_of
+from kvconnect.router.options import EngineSpec, Sources, engine_spec
 from kvconnect.router.policy.fleet_view import Role
 
-NamedEngines = Mapping[Role, tuple[Worker, ...]]
+NamedEngines = Mapping[Role, tuple[EngineSpec, ...]]
 EngineSource = AsyncGenerator[NamedEngines, None]
 OnRefused = Callable[[InputKind, str], None]
 """Counts and logs an invalid entry: the kind of input, and the reason."""
@@ -47,16 +47,16 @@ def configured_sources(
 
 
 def at_addresses(
-    model: Worker, addresses: Iterable[str], what: InputKind, refuse: OnRefused
-) -> tuple[Worker, ...]:
+    model: EngineSpec, addresses: Iterable[str], what: InputKind, refuse: OnRefused
+) -> tuple[EngineSpec, ...]:
     """Return ``model`` at each address that is valid in a URL; ``refuse`` gets the others."""
     found = []
     for address in addresses:
-        worker = model.on_host(address)
+        spec = model.on_host(address)
         try:
-            worker_of(what.value, worker.url)
+            engine_spec(what.value, spec.url)
         except ConfigError as error:
             refuse(what, str(error))
         else:
-            found.append(worker)
+            found.append(spec)
     return tuple(found)

@@ -8,7 +8,7 @@ import socket
 
 from kvconnect.router.fleet.sources import EngineSource, OnRefused, at_addresses
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import Worker, worker_of
+from kvconnect.router.options import EngineSpec, engine_spec
 from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)
@@ -29,13 +29,13 @@ async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
         await asyncio.sleep(DNS_EVERY_S)
 
 
-async def resolve(name: str, refuse: OnRefused) -> tuple[Worker, ...]:
-    """Return a worker per address of the host in ``name``, a worker as on the command line.
+async def resolve(name: str, refuse: OnRefused) -> tuple[EngineSpec, ...]:
+    """Return an engine per address of the host in ``name``, an engine as on the command line.
 
     Raises:
         OSError, UnicodeError: the host cannot be looked up.
     """
-    model = worker_of("dns", name)
+    model = engine_spec("dns", name)
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(model.hostname, None, type=socket.SOCK_STREAM)
     addresses = dict.fromkeys(str(address[0]) for *_, address in found)

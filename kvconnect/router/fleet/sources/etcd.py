@@ -1,7 +1,7 @@
 """Engines registered in etcd.
 
-The keys are ``PREFIX/prefill/ANY`` and ``PREFIX/decode/ANY``; a value is a worker as on the command
-line. An engine that registers with a lease disappears when it dies.
+The keys are ``PREFIX/prefill/ANY`` and ``PREFIX/decode/ANY``; a value is an engine as on the
+command line. An engine that registers with a lease disappears when it dies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from etcd3gw.exceptions import Etcd3Exception
 from kvconnect.errors import ConfigError
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import Worker, worker_of
+from kvconnect.router.options import EngineSpec, engine_spec
 from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Entries:
     def __init__(self, prefix: str, refuse: OnRefused) -> None:
         self.prefix = prefix
         self._refuse = refuse
-        self._good: dict[bytes, tuple[Role, Worker]] = {}
+        self._good: dict[bytes, tuple[Role, EngineSpec]] = {}
 
     def named(self, entries: Iterable[tuple[bytes, bytes]]) -> NamedEngines:
         """Return the engines of ``entries``, all keys with their values."""
@@ -66,14 +66,14 @@ class Entries:
                 self._refuse(InputKind.ETCD, str(error))
                 if key in before:
                     self._good[key] = before[key]
-        named: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
-        for role, worker in self._good.values():
-            named[role][worker.url] = worker
-        return {role: tuple(workers.values()) for role, workers in named.items()}
+        named: dict[Role, dict[str, EngineSpec]] = {role: {} for role in Role}
+        for role, spec in self._good.values():
+            named[role][spec.url] = spec
+        return {role: tuple(specs.values()) for role, specs in named.items()}
 
-    def _read(self, key: str, value: bytes) -> tuple[Role, Worker]:
+    def _read(self, key: str, value: bytes) -> tuple[Role, EngineSpec]:
         role = key.removeprefix(f"{self.prefix}/").partition("/")[0]
         if role not in [each.value for each in Role]:
             fix = f"use {self.prefix}/prefill/ANY or {self.prefix}/decode/ANY"
             raise ConfigError("etcd", key, fix)
-        return Role(role), worker_of(key, value.decode("utf-8", "replace"))
+        return Role(role), engine_spec(key, value.decode("utf-8", "replace"))

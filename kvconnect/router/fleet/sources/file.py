@@ -9,7 +9,7 @@ from pathlib import Path
 from kvconnect.errors import ConfigError
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import Worker, worker_of
+from kvconnect.router.options import EngineSpec, engine_spec
 from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)
@@ -43,31 +43,31 @@ async def follow(path: str, refuse: OnRefused) -> EngineSource:
 def parse(text: str, before: NamedEngines, refuse: OnRefused) -> NamedEngines:
     """Return the engines in the text of a file.
 
-    A line is ``prefill`` or ``decode`` and a worker as on the command line. Empty lines and lines
+    A line is ``prefill`` or ``decode`` and an engine as on the command line. Empty lines and lines
     that begin with ``#`` are skipped. ``refuse`` gets each invalid line. Its engine is unknown, so
     while a line is invalid, all engines in ``before`` stay.
     """
-    named: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
+    named: dict[Role, dict[str, EngineSpec]] = {role: {} for role in Role}
     wrong = False
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
-            role, worker = _read(f"line {number}", line.strip())
-            if worker.url in named[role]:
+            role, spec = _read(f"line {number}", line.strip())
+            if spec.url in named[role]:
                 raise ConfigError(f"line {number}", line, "name each engine once")
-            named[role][worker.url] = worker
+            named[role][spec.url] = spec
         except ConfigError as error:
             refuse(InputKind.FILE, str(error))
             wrong = True
-    for role, workers in before.items() if wrong else ():
-        for worker in workers:
-            named[role].setdefault(worker.url, worker)
-    return {role: tuple(workers.values()) for role, workers in named.items()}
+    for role, specs in before.items() if wrong else ():
+        for spec in specs:
+            named[role].setdefault(spec.url, spec)
+    return {role: tuple(specs.values()) for role, specs in named.items()}
 
 
-def _read(field: str, line: str) -> tuple[Role, Worker]:
-    role, _, worker = line.partition(" ")
+def _read(field: str, line: str) -> tuple[Role, EngineSpec]:
+    role, _, spec = line.partition(" ")
     if role not in [each.value for each in Role]:
         raise ConfigError(field, line, "begin with prefill or decode")
-    return Role(role), worker_of(field, worker)
+    return Role(role), engine_spec(field, spec)

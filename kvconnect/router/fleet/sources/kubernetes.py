@@ -20,7 +20,7 @@ from kubernetes import client, config, watch
 
 from kvconnect.router.fleet.sources import EngineSource, OnRefused, at_addresses
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import worker_of
+from kvconnect.router.options import engine_spec
 from kvconnect.router.policy.fleet_view import Role
 from kvconnect.threads import ThreadKind, make
 
@@ -38,8 +38,8 @@ _FAILED = (
 
 
 async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
-    """Follow the service that is the host in ``name``, a worker as on the command line."""
-    model, loop = worker_of("kubernetes", name), asyncio.get_running_loop()
+    """Follow the service that is the host in ``name``, an engine as on the command line."""
+    model, loop = engine_spec("kubernetes", name), asyncio.get_running_loop()
     found: asyncio.Queue[set[str]] = asyncio.Queue()
     closed = threading.Event()
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvconnect.circuit_breaker import CircuitBreaker
+from kvconnect.router.connections.http1 import BaseUrl
 from kvconnect.router.fleet.pairing import EnginePair, Pairing
-from kvconnect.router.http.engine_bodies import EngineTicket, TicketKind
-from kvconnect.router.http.http1 import BaseUrl
-from kvconnect.router.options import RouterOptions, Worker
+from kvconnect.router.options import EngineSpec, RouterOptions
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
-from kvconnect.router.policy.fleet_view import Engine, FleetView, Role, WorkerView
+from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role
 from kvconnect.router.policy.loads import Loads
+from kvconnect.router.requests.engine_bodies import EngineTicket, TicketKind
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +57,21 @@ class Signals:
         self.down.set()
 
 
-class Upstream:
+class Engine:
     """One engine. It is down until a probe passes."""
 
     def __init__(
         self,
         role: Role,
         index: int,
-        worker: Worker,
+        spec: EngineSpec,
         loads: Loads,
-        changed: Callable[[Upstream], None],
+        changed: Callable[[Engine], None],
     ) -> None:
         self.role = role
         self.index = index
-        self.worker = worker
-        self.base = BaseUrl.of(worker.url)
+        self.spec = spec
+        self.base = BaseUrl.of(spec.url)
         self.loads = loads
         self.info = EngineInfo()
         self.draining = False
@@ -85,29 +85,29 @@ class Upstream:
     @property
     def url(self) -> str:
         """Base URL, also the name of the engine."""
-        return self.worker.url
+        return self.spec.url
 
     @property
     def native(self) -> bool:
         """Whether the engine is SGLang."""
-        return self.worker.engine is Engine.SGLANG
+        return self.spec.kind is EngineKind.SGLANG
 
     @property
     def up(self) -> bool:
         """Whether the engine answers."""
         return self.signals.up.is_set()
 
-    def view(self, now: float, *, proven: bool) -> WorkerView:
+    def view(self, now: float, *, proven: bool) -> EngineView:
         """Return the engine as policies see it."""
         ranks = self.loads.at(now)
-        return WorkerView(
+        return EngineView(
             index=self.index,
             up=self.up and not self.draining,
             ranks=ranks,
             standing_tickets=self._tickets_of(TicketKind.STANDING, len(ranks), now),
-            engine=self.worker.engine,
+            kind=self.spec.kind,
             models=frozenset(self.info.models),
-            version=self.worker.version or self.info.version,
+            version=self.spec.version or self.info.version,
             name=self.url,
             trusted=self.breaker.allows(now),
             proven=proven,
@@ -171,13 +171,13 @@ class Upstream:
 class FleetObserver(Protocol):
     """Callbacks for changes in the fleet."""
 
-    def up(self, upstream: Upstream) -> None:
+    def up(self, engine: Engine) -> None:
         """An engine went up or down."""
 
-    def add_upstream(self, role: Role, url: str) -> None:
+    def add_engine(self, role: Role, url: str) -> None:
         """An engine was added."""
 
-    def remove_upstream(self, role: Role, url: str) -> None:
+    def remove_engine(self, role: Role, url: str) -> None:
         """The last engine of a role at a URL was removed."""
 
 
@@ -190,40 +190,40 @@ class Fleet:
         self.unified = options.handoff == "none"
         self.pairing = Pairing(options.intervals.probe_s)
         self._numbers = dict.fromkeys(Role, 0)
-        self._by_role: dict[Role, dict[int, Upstream]] = {role: {} for role in Role}
-        for role, workers in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
-            for worker in workers:
-                self.add(role, worker)
+        self._by_role: dict[Role, dict[int, Engine]] = {role: {} for role in Role}
+        for role, specs in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
+            for spec in specs:
+                self.add(role, spec)
 
-    def add(self, role: Role, worker: Worker) -> Upstream:
+    def add(self, role: Role, spec: EngineSpec) -> Engine:
         """Add an engine. Its number is never reused."""
         index = self._numbers[role]
         self._numbers[role] += 1
-        upstream = Upstream(role, index, worker, Loads(self._stale_s), self._changed)
-        self._by_role[role][index] = upstream
-        self._observer.add_upstream(role, worker.url)
-        return upstream
+        engine = Engine(role, index, spec, Loads(self._stale_s), self._changed)
+        self._by_role[role][index] = engine
+        self._observer.add_engine(role, spec.url)
+        return engine
 
-    def remove(self, upstream: Upstream) -> None:
-        upstream.mark(up=False)  # observers forget what it was sent
-        left = self._by_role[upstream.role]
-        left.pop(upstream.index, None)
-        self.pairing.forget((upstream.role, upstream.index))
-        if all(other.url != upstream.url for other in left.values()):
-            self._observer.remove_upstream(upstream.role, upstream.url)
+    def remove(self, engine: Engine) -> None:
+        engine.mark(up=False)  # observers forget what it was sent
+        left = self._by_role[engine.role]
+        left.pop(engine.index, None)
+        self.pairing.forget((engine.role, engine.index))
+        if all(other.url != engine.url for other in left.values()):
+            self._observer.remove_engine(engine.role, engine.url)
 
-    def get(self, role: Role, index: int) -> Upstream:
+    def get(self, role: Role, index: int) -> Engine:
         """Return an engine by its number."""
         return self._by_role[role][index]
 
-    def all(self, role: Role | None = None) -> list[Upstream]:
+    def all(self, role: Role | None = None) -> list[Engine]:
         """Return the engines of a role, or of both."""
         roles = list(Role) if role is None else [role]
-        return [upstream for role in roles for upstream in self._by_role[role].values()]
+        return [engine for role in roles for engine in self._by_role[role].values()]
 
     def is_base(self, model: str) -> bool:
         """Return whether a model is a base model of an engine, not an adapter; true for ""."""
-        said = (upstream.info.models.get(model) for upstream in self.all())
+        said = (engine.info.models.get(model) for engine in self.all())
         return not model or any(isinstance(m, dict) and not m.get("parent") for m in said)
 
     def view(self) -> FleetView:
@@ -231,16 +231,16 @@ class Fleet:
         now = time.monotonic()
         prefill, decode = (
             tuple(
-                upstream.view(now, proven=self.pairing.proven((role, index)))
-                for index, upstream in self._by_role[role].items()
+                engine.view(now, proven=self.pairing.proven((role, index)))
+                for index, engine in self._by_role[role].items()
             )
             for role in Role
         )
         return FleetView(prefill, decode, self.pairing.broken, self.unified)
 
-    def broken(self, upstream: Upstream) -> dict[str, str]:
+    def broken(self, engine: Engine) -> dict[str, str]:
         """Return the partners with which an engine's last probe failed: URL -> error."""
-        role, index = upstream.role, upstream.index
+        role, index = engine.role, engine.index
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         return {
             self.get(other, dict(pair.engines)[other]).url: why
@@ -261,11 +261,11 @@ class Fleet:
     def recheck(self, choice: RoutingChoice) -> None:
         """Have the hand-off between the engines of a failed request probed soon."""
         if choice.prefill is not None:
-            pair = EnginePair(choice.prefill.target.worker, choice.decode.target.worker)
+            pair = EnginePair(choice.prefill.target.engine, choice.decode.target.engine)
             if all(number in self._by_role[role] for role, number in pair.engines):
                 self.pairing.recheck(pair)
 
-    def _changed(self, upstream: Upstream) -> None:
-        if not upstream.up:
-            self.pairing.forget((upstream.role, upstream.index))
-        self._observer.up(upstream)
+    def _changed(self, engine: Engine) -> None:
+        if not engine.up:
+            self.pairing.forget((engine.role, engine.index))
+        self._observer.up(engine)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from kvconnect.router.http.http1 import (
+from kvconnect.router.connections.http1 import (
     BaseUrl,
     ClosedEarly,
     Connection,

@@ -7,12 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from kvconnect.errors import KVConnectError
-from kvconnect.router.http import engine_bodies
-from kvconnect.router.http.admission import Busy
-from kvconnect.router.http.http1 import (
+from kvconnect.router.connections.http1 import (
     ClosedByEngine,
     Connection,
     ConnectionLost,
@@ -21,14 +18,14 @@ from kvconnect.router.http.http1 import (
     read,
     request_head,
 )
-from kvconnect.router.http.pool import ConnectionPool
-from kvconnect.router.metrics import RouterMetrics, UpstreamOutcome
+from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.fleet.engines import Engine
+from kvconnect.router.http.admission import Busy
+from kvconnect.router.metrics import CallOutcome, RouterMetrics
 from kvconnect.router.policy.choice import Cause, TargetChoice
 from kvconnect.router.policy.fleet_view import Role
-
-if TYPE_CHECKING:
-    from kvconnect.router.fleet.upstreams import Upstream
-    from kvconnect.router.tracing import UpstreamSpan
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.tracing import CallSpan
 
 _EVENT_STREAM = "text/event-stream"
 _EVENT_END = b"\n\n"
@@ -55,7 +52,7 @@ class EngineRequest:
     body: bytes | None
 
 
-class UpstreamFailed(KVConnectError):
+class EngineFailed(KVConnectError):
     """An engine could not be reached, was lost, or failed; ``answer`` is its response, if any.
     ``crashed``: URL of an engine that seems to have ended by itself, while it was up."""
 
@@ -105,34 +102,34 @@ class Overhead:
         return self._spent + self._written - self._since
 
 
-class UpstreamRequest:
+class EngineCall:
     """A request to one engine, from its start to its last byte; an async context manager.
 
     Leaving the context early closes the connection, and the engine then aborts the request. Every
-    method raises :class:`UpstreamFailed` when the engine fails or is lost.
+    method raises :class:`EngineFailed` when the engine fails or is lost.
     """
 
     def __init__(
         self,
         pool: ConnectionPool,
         metrics: RouterMetrics,
-        upstream: Upstream,
+        engine: Engine,
         target_choice: TargetChoice,
-        span: UpstreamSpan,
+        span: CallSpan,
     ) -> None:
-        self.upstream = upstream
+        self.engine = engine
         self._pool = pool
         self._metrics = metrics
         self.target_choice = target_choice
         self._span = span
         self._began = 0.0
         self._connection: Connection | None = None
-        self._outcome = UpstreamOutcome.CANCELLED  # until another outcome is known
+        self._outcome = CallOutcome.CANCELLED  # until another outcome is known
 
-    async def __aenter__(self) -> UpstreamRequest:
-        self._metrics.upstream_began(self.upstream.role, self.upstream.url)
+    async def __aenter__(self) -> EngineCall:
+        self._metrics.call_began(self.engine.role, self.engine.url)
         self._began = time.monotonic()
-        self.upstream.began(self.target_choice, self._began)
+        self.engine.began(self.target_choice, self._began)
         return self
 
     async def __aexit__(
@@ -142,13 +139,13 @@ class UpstreamRequest:
         trace: TracebackType | None,
     ) -> None:
         if self._connection is not None:
-            self._pool.release(self.upstream.base, self._connection)
-        self.upstream.ended(self.target_choice)
-        if self._outcome in (UpstreamOutcome.OK, UpstreamOutcome.REJECTED):
-            self.upstream.breaker.succeeded()
-        elif self._outcome is not UpstreamOutcome.CANCELLED:
-            self.upstream.breaker.failed(time.monotonic(), self._began)
-        self._metrics.upstream_ended(self.upstream.role, self.upstream.url, self._outcome)
+            self._pool.release(self.engine.base, self._connection)
+        self.engine.ended(self.target_choice)
+        if self._outcome in (CallOutcome.OK, CallOutcome.REJECTED):
+            self.engine.breaker.succeeded()
+        elif self._outcome is not CallOutcome.CANCELLED:
+            self.engine.breaker.failed(time.monotonic(), self._began)
+        self._metrics.call_ended(self.engine.role, self.engine.url, self._outcome)
         self._span.end(self._outcome)
 
     @property
@@ -166,10 +163,10 @@ class UpstreamRequest:
 
         Raises:
             Rejected: the engine answered with 4xx.
-            UpstreamFailed: it answered with another status, or not at all.
+            EngineFailed: it answered with another status, or not at all.
             Busy: the router cannot open more connections.
         """
-        base = self.upstream.base
+        base = self.engine.base
         headers = {**ask.headers, **self._span.headers()}
         length = None if ask.body is None else len(ask.body)
         head = request_head(base, ask.method, ask.path, headers, length)
@@ -180,7 +177,7 @@ class UpstreamRequest:
                 return
             answer = EngineResponse(status, self.content_type, await read(self._connection))
         if 400 <= status < 500:
-            self._outcome = UpstreamOutcome.REJECTED
+            self._outcome = CallOutcome.REJECTED
             raise Rejected(answer)
         raise self._error(answer)
 
@@ -188,7 +185,7 @@ class UpstreamRequest:
         """Return the whole response body."""
         with self._failures():
             body = await read(self._opened)
-        self._outcome = UpstreamOutcome.OK
+        self._outcome = CallOutcome.OK
         return body
 
     async def first_event(self) -> bytes:
@@ -221,29 +218,29 @@ class UpstreamRequest:
         with self._failures():
             while chunk := await self._opened.readany(forward):
                 yield chunk
-        self._outcome = UpstreamOutcome.OK
+        self._outcome = CallOutcome.OK
 
-    def fail(self, message: str) -> UpstreamFailed:
+    def fail(self, message: str) -> EngineFailed:
         """Return the error for an unusable response."""
-        self._outcome = UpstreamOutcome.ERROR
-        return UpstreamFailed(self.upstream.role, "error", f"{self._name}: {message}")
+        self._outcome = CallOutcome.ERROR
+        return EngineFailed(self.engine.role, "error", f"{self._name}: {message}")
 
     @property
     def _name(self) -> str:
-        return f"{self.upstream.role.value} engine {self.upstream.index}"
+        return f"{self.engine.role.value} engine {self.engine.index}"
 
     @property
     def _opened(self) -> Connection:
         assert self._connection is not None, "open() comes first"
         return self._connection
 
-    def _error(self, answer: EngineResponse) -> UpstreamFailed:
-        self._outcome = UpstreamOutcome.ERROR
+    def _error(self, answer: EngineResponse) -> EngineFailed:
+        self._outcome = CallOutcome.ERROR
         why = engine_bodies.message_of(answer.body)[:_SHOWN]
         message = f"{self._name} answered {answer.status}" + (f": {why}" if why else "")
         # The router explains a status that is neither success nor error itself.
         said = answer if 500 <= answer.status < 600 else None
-        return UpstreamFailed(self.upstream.role, "error", message, said)
+        return EngineFailed(self.engine.role, "error", message, said)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -253,15 +250,15 @@ class UpstreamRequest:
         except Exhausted as error:
             raise Busy("the router cannot open more connections", 1) from error
         except Unreachable as error:
-            self.upstream.mark(up=False)
-            self._outcome = UpstreamOutcome.UNREACHABLE
+            self.engine.mark(up=False)
+            self._outcome = CallOutcome.UNREACHABLE
             what = f"{self._name} cannot be reached"
-            raise UpstreamFailed(self.upstream.role, "unreachable", what) from error
+            raise EngineFailed(self.engine.role, "unreachable", what) from error
         except ConnectionLost as error:
             # An engine that is drained or already down was told to end.
-            well = self.upstream.up and not self.upstream.draining
-            crashed = self.upstream.url if well and isinstance(error, ClosedByEngine) else ""
-            self.upstream.suspect()
-            self._outcome = UpstreamOutcome.UNREACHABLE
+            well = self.engine.up and not self.engine.draining
+            crashed = self.engine.url if well and isinstance(error, ClosedByEngine) else ""
+            self.engine.suspect()
+            self._outcome = CallOutcome.UNREACHABLE
             what = f"{self._name} was lost"
-            raise UpstreamFailed(self.upstream.role, "lost", what, crashed=crashed) from error
+            raise EngineFailed(self.engine.role, "lost", what, crashed=crashed) from error

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from kvconnect.router.body import Body
+from kvconnect.router.requests.body import Body
 
 RID = "rid"
 RESPONSE_ID = "request_id"  # of the Responses API

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvconnect.router.http.reply import Reply
-from kvconnect.router.request_ids import ClientIds
+from kvconnect.router.requests.request_ids import ClientIds
 
 
 class RenamedStream:

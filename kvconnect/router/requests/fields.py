@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import ConfigError, Refused
-from kvconnect.router.body import Body
-from kvconnect.router.policy.fleet_view import Engine
+from kvconnect.router.policy.fleet_view import EngineKind
+from kvconnect.router.requests.body import Body
 
 PRIORITY = "priority"
 _SAMPLING_PARAMS = "sampling_params"
@@ -42,7 +42,7 @@ class Permitted(NamedTuple):
     dropped: tuple[str, ...] = ()
 
 
-def permitted(engine: Engine, path: str, body: Body, permissions: Permissions) -> Permitted:
+def permitted(engine: EngineKind, path: str, body: Body, permissions: Permissions) -> Permitted:
     """Return the part of a client's body that may reach an engine of a kind.
 
     Raises:
@@ -328,11 +328,11 @@ INTERNAL_SAMPLING = _of(
 )
 """Fields that SGLang computes from a request's sampling parameters."""
 
-DECISIONS: Mapping[Engine, Decisions] = {
-    Engine.VLLM: _VLLM,
-    Engine.NIXL: _VLLM,
-    Engine.MOONCAKE: _VLLM,
-    Engine.SGLANG: _SGLANG,
+DECISIONS: Mapping[EngineKind, Decisions] = {
+    EngineKind.VLLM: _VLLM,
+    EngineKind.NIXL: _VLLM,
+    EngineKind.MOONCAKE: _VLLM,
+    EngineKind.SGLANG: _SGLANG,
 }
 DROPPED = tuple(sorted(_VLLM.dropped | _SGLANG.dropped))
 """Every name that :func:`permitted` can report as dropped."""

@@ -15,14 +15,13 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import Refused
+from kvconnect.router.policy.prefixes import CHUNK_TOKENS, PromptPrefix
 
 Body = Mapping[str, Any]
 """A JSON object: field name -> JSON as sent (``msgspec.Raw``), or a value set by the router."""
 
 CHARS_PER_TOKEN = 4
 """Estimate for English text."""
-CHUNK_TOKENS = 16
-"""Tokens of one chunk of a :class:`PromptPrefix`."""
 
 MOST_FIELDS = 1024
 _SMALL = 16 * 1024  # bytes of a body that holds too few fields for their memory to matter
@@ -75,21 +74,6 @@ class Prompt(NamedTuple):
     sampled: bool = False
     retention_s: float = 0.0
     streamed: bool = False
-
-
-class PromptPrefix(NamedTuple):
-    """Keys of a prompt for cache lookups.
-
-    Attributes:
-        token_ids: token ids of the only prompt; empty if it is text.
-        chunk_hashes: one hash per whole chunk; equal chunks with equal model, salt and adapter have
-            equal hashes.
-        plain: the body has neither salt nor adapter, so the ids alone identify blocks.
-    """
-
-    token_ids: list[int]
-    chunk_hashes: list[int]
-    plain: bool
 
 
 class _ContentPart(msgspec.Struct):

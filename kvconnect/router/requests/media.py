@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import Refused
-from kvconnect.router.body import Body
+from kvconnect.router.requests.body import Body
 
 MOST_STRUCTURE = 65_536
 """Limit of brackets and commas in a field with a ``uuid``: they bound its decoded size."""

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import Refused
-from kvconnect.router.body import Body
-from kvconnect.router.http.engine_bodies import SGLANG_GENERATE
+from kvconnect.router.requests.body import Body
+from kvconnect.router.requests.engine_bodies import SGLANG_GENERATE
 
 _META = "meta_info"
 _PROMPTS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")

@@ -16,7 +16,7 @@ from hashlib import blake2b
 import msgspec
 from msgspec import Raw
 
-from kvconnect.router.body import Body
+from kvconnect.router.requests.body import Body
 
 WINDOW_S = 60.0
 """Two engines that crash within this time during one body make it deadly."""

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvconnect.protocol.options import RECEIPT
-from kvconnect.router.body import Body, Prompt
-from kvconnect.router.http import engine_bodies
-from kvconnect.router.policy.fleet_view import Engine
-from kvconnect.router.request_ids import RESPONSE_ID, RID
+from kvconnect.router.policy.fleet_view import EngineKind
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.body import Body, Prompt
+from kvconnect.router.requests.request_ids import RESPONSE_ID, RID
 
-_ALL = frozenset(Engine)
-_VLLM_ONLY = _ALL - {Engine.SGLANG}
+_ALL = frozenset(EngineKind)
+_VLLM_ONLY = _ALL - {EngineKind.SGLANG}
 
 
 class Api(NamedTuple):
@@ -33,7 +33,7 @@ class Api(NamedTuple):
 
     path: str
     decode_only: bool = True
-    engines: frozenset[Engine] = _ALL
+    engines: frozenset[EngineKind] = _ALL
     salted: bool = False
     one_token: Mapping[str, Any] = engine_bodies.ONE_TOKEN
     named_events: bool = False
@@ -48,15 +48,15 @@ class Api(NamedTuple):
         return openai and prompt.streamed and prompt.single
 
     def with_options(
-        self, engine: Engine, body: Body, hints: Mapping[str, Any], *, receipt: bool | str
+        self, engine: EngineKind, body: Body, hints: Mapping[str, Any], *, receipt: bool | str
     ) -> Body:
         """Return a body for an engine, with hints on its prompt's blocks and their source, where
         the engine takes them; ``receipt``: the response shall say where the prompt's KV came from,
         or the engine's KV events, under this nonce."""
-        if engine is Engine.VLLM and not self.decode_only:
+        if engine is EngineKind.VLLM and not self.decode_only:
             options = {**hints, RECEIPT: receipt} if receipt else hints
             return engine_bodies.options_body(body, options)
-        if engine is Engine.SGLANG and receipt and self.cached_details:
+        if engine is EngineKind.SGLANG and receipt and self.cached_details:
             return engine_bodies.cached_details_body(body)
         return body
 
@@ -78,7 +78,7 @@ APIS: tuple[Api, ...] = (
     _generates("/v1/responses", one_token=_RESPONSES, named_events=True, sglang_id=RESPONSE_ID),
     # SGLang's /v1/messages takes no bootstrap room.
     _generates("/v1/messages", engines=_VLLM_ONLY, named_events=True),
-    _generates(engine_bodies.SGLANG_GENERATE, engines=frozenset({Engine.SGLANG})),
+    _generates(engine_bodies.SGLANG_GENERATE, engines=frozenset({EngineKind.SGLANG})),
     *(Api(path, salted=True, sglang_id=RID) for path in _EMBEDDING),
     *(Api(path, salted=True) for path in _POOLING),
     *(Api(path) for path in _OTHERS),

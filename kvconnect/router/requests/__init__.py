@@ -1,0 +1,1 @@
+"""What clients ask, and what engines are asked for them and answer. Pure."""
