@@ -12,6 +12,9 @@ JobId = NewType("JobId", int)
 TransferId = NewType("TransferId", bytes)
 """16 random bytes that identify a hand-off between engines, also in tickets."""
 
+NULL_BLOCK = 0
+"""The engine's placeholder for blocks outside a window; never copied."""
+
 
 class TransferType(str, Enum):
     """Direction of a transfer. Values are spelt as in vLLM's offloading metrics."""

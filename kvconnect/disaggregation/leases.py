@@ -12,37 +12,26 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup
+from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
 from kvconnect.disaggregation.states import LEASE, Event, Lease
 from kvconnect.errors import Misuse
-from kvconnect.offload.jobs import NULL_BLOCK, Owner
+from kvconnect.jobs import WorkerJob, WorkerJobs
+from kvconnect.offload.ledger import Owner
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import FailureCause, Rank, Span, TransferId, TransferType
+from kvconnect.types import NULL_BLOCK, FailureCause, Rank, Span, TransferId, TransferType
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_FACTOR = 2.0  # deadlines after which an unanswered withdrawal is logged
 _MOST_READERS = 1024  # workers of one decode engine
 _OVER = (NoticeKind.DONE, NoticeKind.LEFT)
-
 
 LONGEST_LIFE_S = 600.0
 """Limit on the life of a lease after its prefill in seconds, even if peers renew it. A longer
 ``lease_s`` counts instead. Readers have the same limit."""
-
-
-class LeaseLimits(NamedTuple):
-    """``workers`` must answer each withdrawal. Blocks of a finished prefill are held ``lease_s``
-    seconds until a reader asks, then ``deadline_s`` seconds after each sign of life of a reader,
-    but no longer than ``LONGEST_LIFE_S``."""
-
-    workers: int
-    lease_s: float
-    deadline_s: float
 
 
 @dataclass
@@ -64,7 +53,7 @@ class _Lease:
     deadline: float = math.inf  # infinite while the request is alive
     overdue: bool = False  # past the deadline at the last tick
     gap: bool = False  # a block that readers need is missing
-    answers: int = 0  # workers that have answered the withdrawal
+    withdrawal: WorkerJob[_Lease] | None = None
 
     @property
     def ended(self) -> bool:
@@ -131,14 +120,14 @@ class _Lease:
         if reader in self.readers or len(self.readers) < _MOST_READERS:
             self.readers[reader] = kind
 
-    def start_deadline(self, limits: LeaseLimits, now: float) -> None:
+    def start_deadline(self, limits: HandoffLimits, now: float) -> None:
         """Every block was offered: readers have a deadline from now on."""
         if self.state in (Lease.GROWING, Lease.STREAMING):  # else it was preempted
             self.state = LEASE.after(self.state, Event.COMPUTED)
         self.life.end = min(self.life.end, now + max(LONGEST_LIFE_S, limits.lease_s))
         self.extend(limits, now)
 
-    def extend(self, limits: LeaseLimits, now: float) -> None:
+    def extend(self, limits: HandoffLimits, now: float) -> None:
         """A reader gave a sign of life."""
         if now >= self.life.end:
             return
@@ -155,13 +144,14 @@ class Leases:
     requests, ``tick``, ``take``."""
 
     def __init__(
-        self, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats, limits: LeaseLimits
+        self, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats, limits: HandoffLimits
     ) -> None:
         self.granted = 0  # device blocks, each as often as a lease held it
         self.returned = 0
         self._groups = tuple(groups)
         self._stats = stats
         self._limits = limits
+        self._withdrawing: WorkerJobs[_Lease] = WorkerJobs(limits.workers, limits.deadline_s)
         self._leases: dict[TransferId, _Lease] = {}
         self._requests: dict[str, _Lease] = {}  # of live requests
         self._offers: list[OfferBlocks] = []
@@ -281,8 +271,7 @@ class Leases:
         if lease is None:  # a late answer
             return
         if notice.kind is NoticeKind.WITHDRAWN:
-            lease.answers += 1
-            if lease.answers == self._limits.workers:
+            if lease.withdrawal is not None and self._withdrawing.answered(lease.withdrawal):
                 lease.state = LEASE.after(lease.state, Event.ANSWERED)
                 del self._leases[lease.transfer]
                 self._released += lease.blocks
@@ -307,14 +296,13 @@ class Leases:
         for lease in self._leases.values():
             if lease.gap:
                 self._withdraw(lease, Event.ABORT, now)
-            if lease.deadline > now:
+            if lease.withdrawal is not None or lease.deadline > now:
                 continue
-            if lease.state is Lease.WITHDRAWN and not lease.overdue:
-                missing = self._limits.workers - lease.answers
-                logger.warning("%d workers have not answered the withdrawal of a hand-off", missing)
-            elif lease.overdue:
+            if lease.overdue:
                 self._withdraw(lease, Event.EXPIRE, now)
             lease.overdue = True
+        for job in self._withdrawing.take_late(now):
+            logger.warning("%d workers have not answered the withdrawal of a hand-off", job.waiting)
 
     def take(self) -> tuple[list[OfferBlocks], list[Withdraw]]:
         """Return the instructions since the last call; offers are to be run first."""
@@ -344,9 +332,11 @@ class Leases:
         held = sum(len(lease.blocks) for lease in self._leases.values())
         if self.granted != self.returned + held:
             raise Misuse(f"granted {self.granted} != returned {self.returned} + held {held}")
+        self._withdrawing.check()
         alive = {lease.transfer for lease in self._requests.values()}
         for transfer, lease in self._leases.items():
-            if lease.deadline == math.inf and transfer not in alive:
+            ends = lease.deadline < math.inf or lease.withdrawal is not None
+            if not ends and transfer not in alive:
                 raise Misuse(f"lease {transfer.hex()} has neither a deadline nor a live request")
 
     def _withdraw(self, lease: _Lease, event: Event, now: float) -> None:
@@ -354,7 +344,7 @@ class Leases:
         before, lease.state = lease.state, LEASE.after(lease.state, event)
         if before is Lease.WITHDRAWN:
             return
-        lease.overdue, lease.deadline = False, now + _ANSWER_FACTOR * self._limits.deadline_s
+        lease.withdrawal = self._withdrawing.open(lease, now)
         cause = FailureCause.DEADLINE if event is Event.EXPIRE else FailureCause.GONE
         self._withdrawals.append(Withdraw(lease.transfer, cause))
         outcome = "aborted"

@@ -13,28 +13,19 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix
+from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import Drop, Keep, PrefillSource, Receive, ReceiveReport
 from kvconnect.disaggregation.states import HANDOFF, Event, Handoff
 from kvconnect.errors import Misuse
-from kvconnect.offload.jobs import Hold, Ledger, Owner, first_cause
+from kvconnect.jobs import WorkerJobs, first_cause
+from kvconnect.offload.ledger import Hold, Ledger, Owner
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId, Span, TransferId, TransferType
 
 logger = logging.getLogger(__name__)
 
-_JOBS = 1 << 40  # receives have higher job numbers, the host tier lower ones
-_ANSWER_FACTOR = 2.0  # deadlines after which an unanswered receive is counted
 _RENEWALS = 3  # renewals in the time of a lease, so that one may be late
-
-
-class ReceiveLimits(NamedTuple):
-    """``workers`` must answer each receive, which ends after ``deadline_s`` seconds without
-    progress. The prefill engine holds blocks for ``lease_s`` seconds after each renewal."""
-
-    workers: int
-    lease_s: float
-    deadline_s: float
 
 
 class SettledReceive(NamedTuple):
@@ -69,13 +60,10 @@ class _ReceiveInFlight:
     """A receive that some worker has not answered."""
 
     handoff: _OpenHandoff
-    receive: Receive
-    planned: float
+    spans: tuple[Span, ...]
     local_tokens: int
     total_tokens: int
-    answers: int = 0
     failures: dict[tuple[int, int], FailureCause] = field(default_factory=dict)
-    overdue: bool = False
     detail: str = ""  # what the prefill engine said of a failure
     cached: int = 0
 
@@ -85,15 +73,21 @@ class Receives:
     one monotonic clock. Each step: ``on_report``, ``plan``, ``tick``, ``take``."""
 
     def __init__(
-        self, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats, limits: ReceiveLimits
+        self,
+        groups: Sequence[CacheGroup],
+        stats: OffloadingConnectorStats,
+        limits: HandoffLimits,
+        numbers: Iterator[int] | None = None,
     ) -> None:
+        """``numbers``: see :class:`~kvconnect.jobs.WorkerJobs`."""
         self.ledger = Ledger()
         self._groups = tuple(groups)
         self._stats = stats
         self._limits = limits
         self._requests: dict[str, _OpenHandoff] = {}
-        self._jobs: dict[JobId, _ReceiveInFlight] = {}
-        self._last = _JOBS
+        self._jobs: WorkerJobs[_ReceiveInFlight] = WorkerJobs(
+            limits.workers, limits.deadline_s, numbers
+        )
         self._receives: list[Receive] = []
         self._drops: list[Drop] = []
         self._keeps: list[Keep] = []
@@ -107,11 +101,7 @@ class Receives:
         stepping. Requests that wait to be scheduled do not count: workers renew their leases
         without steps."""
         unsent = any(_needs_renewal(handoff) for handoff in self._requests.values())
-        return bool(unsent or self._jobs or self._keeps)
-
-    def owns(self, job: JobId) -> bool:
-        """Whether a report's job was numbered here."""
-        return job > _JOBS
+        return bool(unsent or len(self._jobs) or self._keeps)
 
     def open(
         self,
@@ -159,14 +149,15 @@ class Receives:
         """
         handoff = self._requests[req_id]
         handoff.state = HANDOFF.after(handoff.state, Event.PLANNED)
-        self._last += 1
-        handoff.job = JobId(self._last)
+        in_flight = _ReceiveInFlight(handoff, tuple(spans), local_tokens, total_tokens)
+        job = self._jobs.open(in_flight, now)
+        handoff.job = job.number
         receive = Receive(
-            handoff.job,
+            job.number,
             req_id,
             handoff.transfer,
             handoff.source,
-            tuple(spans),
+            in_flight.spans,
             tuple(_needed(self._groups[span.group], span, total_tokens) for span in spans),
             handoff.early,
             self._limits.deadline_s,
@@ -174,11 +165,7 @@ class Receives:
             counted=handoff.early,
         )
         blocks = tuple(block for span in spans for block in span.block_ids)
-        end = now + _ANSWER_FACTOR * receive.deadline_s
-        self.ledger.grant(Hold(receive.job, Owner.RECV, blocks, now, end))
-        self._jobs[receive.job] = _ReceiveInFlight(
-            handoff, receive, now, local_tokens, total_tokens
-        )
+        self.ledger.grant(Hold(job.number, Owner.RECV, blocks, now, job.late_at))
         self._receives.append(receive)
         return receive
 
@@ -204,10 +191,10 @@ class Receives:
 
     def on_report(self, report: ReceiveReport, now: float) -> SettledReceive | None:
         """Take one worker's report; return the result once the last worker has reported."""
-        in_flight = self._jobs.get(report.job)
-        if in_flight is None:
-            logger.warning("ignored a worker's report of receive %d, which is not open", report.job)
+        job = self._jobs.find(report.job)
+        if job is None:
             return None
+        in_flight = job.work
         for failure in report.failures:
             place = failure.group, failure.block_id
             # Any other cause replaces SKIPPED, since it says more.
@@ -215,10 +202,8 @@ class Receives:
                 in_flight.failures[place] = failure.cause
         in_flight.detail = in_flight.detail or report.detail
         in_flight.cached = max(in_flight.cached, report.cached)
-        in_flight.answers += 1
-        if in_flight.answers < self._limits.workers:
+        if not self._jobs.answered(job):
             return None
-        del self._jobs[report.job]
         self.ledger.settle(report.job)
         handoff = in_flight.handoff
         dropped = handoff.state is Handoff.DROPPING
@@ -228,25 +213,22 @@ class Receives:
             logger.warning("request %s: hand-off failed: %s", handoff.req_id, in_flight.detail)
         # A finished request computes nothing more.
         lost = 0 if cause is None or dropped else _lost_tokens(self._groups, in_flight)
-        counted = cause is None and in_flight.receive.counted
+        counted = cause is None and handoff.early
         cached = in_flight.cached if counted else None
         settled = SettledReceive(handoff.req_id, cause, dropped, lost, cached)
-        _count(self._stats, in_flight, settled, now)
+        _count(self._stats, settled, now - job.opened)
         return settled
 
     def tick(self, now: float) -> None:
-        """Order renewals of pending requests' leases; count overdue receives. Their blocks stay
-        held: only workers know that no page is written any more, and workers have a deadline."""
+        """Order renewals of pending requests' leases; count late receives. Their blocks stay held:
+        only workers know that no page is written any more, and workers have a deadline."""
         for handoff in self._requests.values():
             if _needs_renewal(handoff) and handoff.source is not None:
                 every_s = self._limits.lease_s / _RENEWALS
                 self._keeps.append(Keep(handoff.transfer, handoff.source, every_s))
                 handoff.renewed = True
-        for hold in self.ledger.expired(now):
-            in_flight = self._jobs[hold.job]
-            if not in_flight.overdue:
-                self._stats.count("expired_jobs", label=TransferType.RECV.value)
-            in_flight.overdue = True
+        for _ in self._jobs.take_late(now):
+            self._stats.count("expired_jobs", label=TransferType.RECV.value)
 
     def take(self) -> tuple[list[Receive], list[Drop], list[Keep]]:
         """Return the instructions since the last call, to be run in this order."""
@@ -267,7 +249,8 @@ class Receives:
             Misuse: the ledger and the unanswered receives differ.
         """
         self.ledger.check()
-        spans = (span for in_flight in self._jobs.values() for span in in_flight.receive.spans)
+        self._jobs.check()
+        spans = (span for job in self._jobs for span in job.work.spans)
         blocks = sum(len(span.block_ids) for span in spans)
         if blocks != self.ledger.held:
             raise Misuse(f"{blocks} blocks are received into, {self.ledger.held} are held")
@@ -292,24 +275,18 @@ def _lost_tokens(groups: Sequence[CacheGroup], in_flight: _ReceiveInFlight) -> i
     blocks before it are kept."""
     first = in_flight.local_tokens
     if keeps_prefix(groups):
-        span, size = in_flight.receive.spans[0], groups[0].block_tokens
+        span, size = in_flight.spans[0], groups[0].block_tokens
         bad = min(span.block_ids.index(block) for _, block in in_flight.failures)
         first = max(first, (span.first + bad) * size)
     return in_flight.total_tokens - first
 
 
-def _count(
-    stats: OffloadingConnectorStats,
-    in_flight: _ReceiveInFlight,
-    settled: SettledReceive,
-    now: float,
-) -> None:
+def _count(stats: OffloadingConnectorStats, settled: SettledReceive, seconds: float) -> None:
     # An engine may end a request because its hand-off failed, and only then pass on the report. So
     # only the cause tells whether the request or the hand-off ended first.
     if settled.dropped and settled.cause in (None, FailureCause.SKIPPED):
         stats.count("handoff_received_requests", label="aborted")
         return
-    seconds = now - in_flight.planned
     if settled.cause is None:
         stats.observe("handoff_latency_seconds", seconds)
         stats.count("handoff_received_requests", label="done")

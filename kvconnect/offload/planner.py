@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
+from kvconnect.offload.copy_jobs import CopyJob, CopyJobs, SettledJob
 from kvconnect.offload.hint_plan import HintPlan
 from kvconnect.offload.index import HostIndex, RemovedBlock
-from kvconnect.offload.jobs import NULL_BLOCK, CopyJob, JobLimits, JobTable, Owner, SettledJob
+from kvconnect.offload.ledger import Owner
 from kvconnect.offload.load_mode import LoadMode
 from kvconnect.offload.messages import GroupBlocks, JobReport, LoadBlocks, OffloadInstructions
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import Tier
+from kvconnect.types import NULL_BLOCK, Tier
 
 Hashes = Sequence[Sequence[bytes]]
 """Per group, the chained hash of each full block whose tokens are known."""
@@ -81,7 +82,7 @@ class _PlannedRequest:
 
 
 class OffloadPlan:
-    """Decides for one engine; see the module docstring for the life of a block."""
+    """Decides for one engine; see the module docstring. ``numbers``: as in ``WorkerJobs``."""
 
     def __init__(
         self,
@@ -89,11 +90,12 @@ class OffloadPlan:
         index: HostIndex,
         stats: OffloadingConnectorStats,
         limits: OffloadLimits,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.index = index
         self.stats = stats
-        self.jobs = JobTable(index, stats, JobLimits(limits.workers, limits.deadline_s))
+        self.jobs = CopyJobs(index, stats, limits.workers, limits.deadline_s, numbers)
         self.hints = HintPlan(index, self.groups, stats, limits.pin_share)
         self.load_mode = LoadMode()
         self._held_limit = limits.held_blocks
@@ -262,7 +264,7 @@ class OffloadPlan:
         """
         self.index.check()
         self.hints.check()
-        self.jobs.ledger.check()
+        self.jobs.check()
 
     def _reserve(
         self,

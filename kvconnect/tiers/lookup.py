@@ -1,13 +1,11 @@
-"""Which blocks to look up in the secondary tiers, which to prefetch, and the jobs that do it."""
+"""Which blocks to look up in the secondary tiers, and which to prefetch."""
 
 from __future__ import annotations
 
 import logging
 import math
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,8 +14,8 @@ from kvconnect.cache.groups import CacheGroup, leading_group, longest_prefix
 from kvconnect.cache.keys import PREFIX_BYTES, block_key
 from kvconnect.offload.index import HostIndex
 from kvconnect.protocol.share_tickets import Addresses
-from kvconnect.tiers.messages import SECONDARY_TIERS, TierAnswer
-from kvconnect.types import JobId, Tier
+from kvconnect.tiers.messages import SECONDARY_TIERS
+from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +24,6 @@ SHARED = bytes(PREFIX_BYTES)
 
 _MISS_S = 1.0  # another engine may store a missing block meanwhile
 _MAX_MISSES = 1 << 16
-# Workers count a job's time from its arrival. They must be able to answer before it times out here.
-_ANSWER_FACTOR = 2.0
 
 Block = tuple[int, bytes]
 """(group, hash)"""
@@ -248,108 +244,3 @@ def blocks_to_prefetch(
         if (group_number, block_hash) in found and not index.has(group_number, block_hash)
     ]
     return ChosenBlocks(blocks, decision.give_up_s, decision.blocks < len(tiers), hinted)
-
-
-class TierJob(NamedTuple):
-    """A lookup (without ``slots``), a prefetch, or a write-back (without ``req_id``)."""
-
-    keys: tuple[bytes, ...]
-    slots: array[int]
-    req_id: str | None = None
-    blocks: tuple[Block, ...] = ()  # of the keys, in their order; () for a write-back
-
-
-@dataclass(eq=False)
-class _OpenTierJob:
-    job: TierJob
-    started: float
-    waiting: int  # workers that have not answered
-    found: bytes | None = None  # combined answers so far
-    stale: bool = False
-    timed_out: bool = False
-
-
-class FinishedJob(NamedTuple):
-    """A job that all workers have answered.
-
-    ``found`` is as in :class:`TierAnswer`: a block counts as found if all workers have it, with the
-    slowest of their tiers. ``stale``: keys have changed since, so ``found`` must not be used.
-    ``timed_out``: the answer came too late, see :meth:`OpenJobs.expire`. ``seconds`` from the start
-    to the last answer.
-    """
-
-    job: TierJob
-    found: bytes
-    stale: bool
-    timed_out: bool
-    seconds: float
-
-
-@dataclass(eq=False)
-class OpenJobs:
-    """Jobs of one engine that ``workers`` workers have to answer within ``deadline_s`` seconds.
-
-    Owned by the scheduler's thread.
-    """
-
-    workers: int
-    deadline_s: float
-    _open: dict[JobId, _OpenTierJob] = field(default_factory=dict)
-    _last: int = 0
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    @property
-    def busy(self) -> bool:
-        """Whether an answer is awaited."""
-        return any(not it.timed_out for it in self._open.values())
-
-    @property
-    def prefetch_slots(self) -> int:
-        """Slots of the prefetches that have not timed out."""
-        jobs = (it.job for it in self._open.values() if not it.timed_out and it.job.req_id)
-        return sum(len(job.slots) for job in jobs)
-
-    def add(self, job: TierJob, now: float) -> JobId:
-        """Add a job and return its number."""
-        self._last += 1
-        number = JobId(self._last)
-        self._open[number] = _OpenTierJob(job, now, self.workers)
-        return number
-
-    def on_answer(self, answer: TierAnswer, now: float) -> FinishedJob | None:
-        """Take one worker's answer. Return the job once the last worker has answered."""
-        it = self._open.get(answer.job)
-        if it is None or len(answer.found) != len(it.job.keys):
-            logger.warning("a worker answered job %d, which is not open; ignored", answer.job)
-            return None
-        if it.found is None:
-            it.found = answer.found
-        else:
-            pairs = zip(it.found, answer.found, strict=True)
-            it.found = bytes(max(mine, other) if mine and other else 0 for mine, other in pairs)
-        it.waiting -= 1
-        if it.waiting:
-            return None
-        del self._open[answer.job]
-        return FinishedJob(it.job, it.found, it.stale, it.timed_out, now - it.started)
-
-    def expire(self, now: float) -> list[TierJob]:
-        """Return the jobs that time out now. Their slots stay in use, since workers may still read
-        or write them, until all workers have answered. A lookup has no slots, so it ends."""
-        late = [
-            (number, it)
-            for number, it in self._open.items()
-            if not it.timed_out and now >= it.started + self.deadline_s * _ANSWER_FACTOR
-        ]
-        for number, it in late:
-            it.timed_out = True
-            if not it.job.slots:
-                del self._open[number]
-        return [it.job for _, it in late]
-
-    def mark_stale(self) -> None:
-        """Note that keys have changed: what open jobs find must not be used."""
-        for it in self._open.values():
-            it.stale = True

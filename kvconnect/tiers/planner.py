@@ -21,13 +21,10 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.lookup import (
     Block,
     Choose,
-    FinishedJob,
     LookupRequest,
-    OpenJobs,
     PendingPrefetches,
     PinnedSlots,
     RecentMisses,
-    TierJob,
     blocks_to_prefetch,
 )
 from kvconnect.tiers.messages import (
@@ -39,6 +36,7 @@ from kvconnect.tiers.messages import (
     WriteBackBlocks,
 )
 from kvconnect.tiers.search import TierSearch
+from kvconnect.tiers.tier_jobs import FinishedJob, TierJob, TierJobs
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
 
@@ -119,7 +117,7 @@ class TierPlan:
         self._waiting: dict[str, _Waiting] = {}
         self._prefetching = PendingPrefetches()
         self._planned = TierInstructions()
-        self._jobs = OpenJobs(limits.workers, limits.deadline_s)
+        self._jobs = TierJobs(limits.workers, limits.deadline_s)
         self._misses = RecentMisses()
         self._pinned = PinnedSlots(index)
         self.write_backs = WriteBacks(index, limits.slots, limits.reused, stats)

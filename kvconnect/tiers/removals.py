@@ -7,17 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvconnect.jobs import WorkerJobs
 from kvconnect.offload.hint_plan import MISSING, RELEASED, STAYED, Block
 from kvconnect.offload.index import HostIndex
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.messages import NOT_REMOVED, REMOVED, RemovalAnswer, RemoveBlocks
 from kvconnect.tiers.writeback import WriteBacks
-from kvconnect.types import JobId
 
 _JOB_BLOCKS = 4096
 _MOST_QUEUED = 1 << 16
-_ANSWER_FACTOR = 2.0  # workers count a job's time from its arrival, and must be able to answer
 
 
 class DroppedBlock(NamedTuple):
@@ -37,14 +36,11 @@ def absent(index: HostIndex, block: Block) -> str | None:
 
 
 @dataclass(eq=False)
-class _OpenRemoval:
-    """The job that the workers have."""
+class _RemovalWork:
+    """The job that the workers have. ``found``: their answers so far, by block."""
 
-    number: JobId
     blocks: list[DroppedBlock]
     found: bytes
-    started: float
-    waiting: int  # workers that have not answered
 
 
 class Removals:
@@ -63,23 +59,20 @@ class Removals:
     ) -> None:
         self._write_backs = write_backs
         self._stats = stats
-        self._workers = workers
-        self._deadline_s = deadline_s
         self._queue: deque[DroppedBlock] = deque()
         self._held: list[DroppedBlock] = []  # being written back
         self._held_at = 0  # write-backs that had ended then
-        self._open: _OpenRemoval | None = None
-        self._last = 0
+        self._open: WorkerJobs[_RemovalWork] = WorkerJobs(workers, deadline_s)
 
     @property
     def jobs(self) -> int:
         """Jobs that the workers have."""
-        return int(self._open is not None)
+        return len(self._open)
 
     @property
     def busy(self) -> bool:
         """Whether a job can be planned or is unanswered: the engine must keep stepping."""
-        return self._open is not None or bool(self._queue) or self._released()
+        return bool(len(self._open) or self._queue or self._released())
 
     def add(self, blocks: Iterable[DroppedBlock]) -> None:
         """Queue blocks. Those that the queue has no room for stay where they are, and are counted
@@ -91,10 +84,10 @@ class Removals:
 
     def take(self, now: float) -> list[RemoveBlocks]:
         """Return the job to start now, if any."""
-        job = self._open
-        if job is not None and now >= job.started + self._deadline_s * _ANSWER_FACTOR:
-            self._end(job, bytes([NOT_REMOVED]) * len(job.blocks))
-        if self._open is not None:
+        for job in self._open.take_late(now):
+            self._open.close(job)
+            self._count(job.work.blocks, bytes([NOT_REMOVED]) * len(job.work.blocks))
+        if len(self._open):
             return []
         if self._released():
             self._queue.extend(self._held)
@@ -106,28 +99,22 @@ class Removals:
             (self._held if block.key in self._write_backs.running else blocks).append(block)
         if not blocks:
             return []
-        self._last += 1
-        number, keys = JobId(self._last), tuple(block.key for block in blocks)
-        self._open = _OpenRemoval(number, blocks, bytes(len(blocks)), now, self._workers)
-        return [RemoveBlocks(number, keys, self._deadline_s)]
+        job = self._open.open(_RemovalWork(blocks, bytes(len(blocks))), now)
+        keys = tuple(block.key for block in blocks)
+        return [RemoveBlocks(job.number, keys, self._open.deadline_s)]
 
     def on_answer(self, answer: RemovalAnswer) -> None:
         """Take one worker's answer; ignored if it comes after the job has timed out."""
-        job = self._open
-        if job is None or answer.job != job.number or len(answer.found) != len(job.blocks):
+        job = self._open.find(answer.job)
+        if job is None or len(answer.found) != len(job.work.blocks):
             return
-        job.found = bytes(map(max, job.found, answer.found))
-        job.waiting -= 1
-        if not job.waiting:
-            self._end(job, job.found)
+        job.work.found = bytes(map(max, job.work.found, answer.found))
+        if self._open.answered(job):
+            self._count(job.work.blocks, job.work.found)
 
     def _released(self) -> bool:
         """Whether a write-back has ended that a block may have waited for."""
         return bool(self._held) and self._held_at != self._write_backs.ended_jobs
-
-    def _end(self, job: _OpenRemoval, found: bytes) -> None:
-        self._open = None
-        self._count(job.blocks, found)
 
     def _count(self, blocks: list[DroppedBlock], found: bytes) -> None:
         outcomes = {NOT_REMOVED: STAYED, REMOVED: RELEASED[CacheHint.DROP]}

@@ -124,7 +124,7 @@ CASES = (
     Case(
         _RECOVERY,
         "failures that come one after the other",
-        ("unit/offload/test_jobs.py::test_the_last_worker_settles_and_failures_are_merged",),
+        ("unit/offload/test_copy_jobs.py::test_the_last_worker_settles_and_failures_are_merged",),
     ),
     Case(
         _RECOVERY,

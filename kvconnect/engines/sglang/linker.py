@@ -35,7 +35,7 @@ from kvconnect.engines.sglang.linker_host_tier import (
 from kvconnect.engines.sglang.runtime_context import own_config, worker_share
 from kvconnect.engines.sglang.stats import LinkerStats
 from kvconnect.errors import ConfigError, Misuse, TransferFailed, refusing
-from kvconnect.offload.jobs import first_cause
+from kvconnect.jobs import first_cause
 from kvconnect.offload.messages import GroupBlocks
 from kvconnect.offload.streams import Fence
 from kvconnect.stats import OffloadingConnectorStats

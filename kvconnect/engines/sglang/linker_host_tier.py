@@ -21,10 +21,11 @@ from kvconnect.copy import make_copier
 from kvconnect.engines.sglang.device_pools import PoolMap
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.offload.copy_executor import FinishedCopy
+from kvconnect.offload.copy_jobs import CopyJobs
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_tier import HostTier
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.jobs import JobLimits, JobTable, Owner
+from kvconnect.offload.ledger import Owner
 from kvconnect.offload.messages import (
     FailedBlock,
     GroupBlocks,
@@ -82,7 +83,7 @@ class PoolTier:
             raise ConfigError("host_bytes", config.offload.host_bytes or "auto", fix)
         self.pool = pool
         self.index = HostIndex(num_pages, 1, make_policy(config.offload.policy, num_pages))
-        self.jobs = JobTable(self.index, stats, JobLimits(1, config.deadline_s))
+        self.jobs = CopyJobs(self.index, stats, 1, config.deadline_s)
         self.tier = HostTier(
             num_pages * pool.page_bytes,
             config.digest,

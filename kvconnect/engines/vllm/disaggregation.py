@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.config import Config
-from kvconnect.disaggregation.leases import LeaseLimits, Leases
+from kvconnect.disaggregation.leases import Leases
+from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import (
     DisaggregationInstructions,
     PrefillSource,
     ReceiveReport,
     TransferEvent,
 )
-from kvconnect.disaggregation.receives import ReceiveLimits, Receives, SettledReceive
+from kvconnect.disaggregation.receives import Receives, SettledReceive
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.messages import WorkerHello
@@ -27,7 +28,6 @@ from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.engines.vllm.states import asks_one_token, drop_last_token
 from kvconnect.engines.vllm.tickets import TicketIssuer
 from kvconnect.errors import Refused
-from kvconnect.offload.jobs import NULL_BLOCK
 from kvconnect.protocol.handoff_request import (
     STANDING_TICKET_KEY,
     TICKET_KEY,
@@ -36,7 +36,7 @@ from kvconnect.protocol.handoff_request import (
 )
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import Keys, NoLocalKey, read_key
-from kvconnect.types import Endpoint, Span, TransferId
+from kvconnect.types import NULL_BLOCK, Endpoint, Span, TransferId
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,6 +63,7 @@ class DisaggregationScheduler:
         groups: Sequence[CacheGroup],
         stats: OffloadingConnectorStats,
         adapters: Adapters,
+        numbers: Iterator[int],
     ) -> None:
         self._adapters = adapters
         transfer = vllm_config.kv_transfer_config
@@ -95,12 +96,13 @@ class DisaggregationScheduler:
             ),
             ShareTickets(keys, stats),
         )
-        workers, lease_s = parallel.world_size, config.disaggregation.lease_s
-        deadline_s = config.deadline_s
-        lease_limits = LeaseLimits(workers=workers, lease_s=lease_s, deadline_s=deadline_s)
-        receive_limits = ReceiveLimits(workers=workers, lease_s=lease_s, deadline_s=deadline_s)
-        self.leases = Leases(groups, stats, lease_limits)
-        self.receives = Receives(groups, stats, receive_limits)
+        limits = HandoffLimits(
+            workers=parallel.world_size,
+            lease_s=config.disaggregation.lease_s,
+            deadline_s=config.deadline_s,
+        )
+        self.leases = Leases(groups, stats, limits)
+        self.receives = Receives(groups, stats, limits, numbers)
         # Live requests whose hand-off failed. If one loads again, vLLM 0.32 wants as many free
         # blocks beside its own as the failed load returned; until then all other requests wait.
         self.failed: set[str] = set()

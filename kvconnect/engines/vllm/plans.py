@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.config import VllmConfig
@@ -52,9 +52,10 @@ def make_plan(
     policy: PolicyName,
     stats: OffloadingConnectorStats,
     limits: OffloadLimits,
+    numbers: Iterator[int],
 ) -> OffloadPlan:
     index = HostIndex(num_slots, len(groups), make_policy(policy, num_slots))
-    return OffloadPlan(groups, index, stats, limits)
+    return OffloadPlan(groups, index, stats, limits, numbers)
 
 
 def make_tiers(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvconnect.cache.groups import CacheGroup, keeps_prefix
 from kvconnect.disaggregation.receives import SettledReceive
 from kvconnect.engines.vllm.events import KVConnectReceipt
-from kvconnect.offload.jobs import CopyJob, Owner
+from kvconnect.offload.copy_jobs import CopyJob
+from kvconnect.offload.ledger import Owner
 from kvconnect.offload.planner import lost_tokens
 from kvconnect.protocol.options import nonce_of
 from kvconnect.stats import OffloadingConnectorStats

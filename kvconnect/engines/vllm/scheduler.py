@@ -6,13 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvconnect.cache.groups import CacheGroup
 from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import LiveRequests
@@ -38,11 +39,13 @@ from kvconnect.errors import Incompatible
 from kvconnect.offload.planner import (
     KeptStates,
     LoadRequest,
+    OffloadPlan,
     count_lookup,
     gauges,
     hits_by_tier,
 )
 from kvconnect.protocol.options import with_receipt
+from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier, TransferId
 
 if TYPE_CHECKING:
@@ -112,9 +115,12 @@ class ConnectorScheduler:
         self._weights = EngineWeights()
         self.events = EventLog(vllm_config, groups, kv_cache_config)
         stats, adapters = KVConnectStats(), self._requests.adapters
+        self._numbers = count(1)  # of all jobs
         self.receipts = Receipts(stats)
-        self.handoff = DisaggregationScheduler(vllm_config, config, groups, stats, adapters)
-        self.plan = make_plan(groups, 0, config.offload.policy, self.handoff.stats, self._limits)
+        self.handoff = DisaggregationScheduler(
+            vllm_config, config, groups, stats, adapters, self._numbers
+        )
+        self.plan = self._make_plan(0, groups, stats)
         self.tiers: TierScheduler | None = None
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
@@ -133,14 +139,19 @@ class ConnectorScheduler:
         num_slots = min(hello.num_slots for hello in hellos.values())
         self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
         if num_slots != len(self.plan.index.slots):
-            policy, groups = self._config.offload.policy, self.plan.groups
-            self.plan = make_plan(groups, num_slots, policy, self.plan.stats, self._limits)
+            self.plan = self._make_plan(num_slots, self.plan.groups, self.plan.stats)
             adapters, shares = self._requests.adapters, self.handoff.tickets.shares
             self.tiers = make_tiers(self._config, self.plan, hellos, adapters, shares)
         self.handoff.greet(hellos, alone)
         self._weights.greet({place: hello.identity for place, hello in hellos.items()})
         gib = num_slots * self._slot_bytes / 2**30
         logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, workers)
+
+    def _make_plan(
+        self, num_slots: int, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats
+    ) -> OffloadPlan:
+        policy = self._config.offload.policy
+        return make_plan(groups, num_slots, policy, stats, self._limits, self._numbers)
 
     def add_request(self, request: Request) -> TransferId | None:
         """Add a new request; return the transfer that other engines may ask for, if any."""

@@ -21,8 +21,8 @@ from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.engines.vllm.translate import is_of_tokens
 from kvconnect.errors import ConfigError
+from kvconnect.offload.copy_jobs import SettledJob
 from kvconnect.offload.hint_plan import Block
-from kvconnect.offload.jobs import SettledJob
 from kvconnect.offload.planner import OffloadPlan
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.tiers import (

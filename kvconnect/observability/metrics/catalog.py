@@ -16,7 +16,7 @@ from enum import Enum
 from kvconnect.observability.metrics.model import Alias, EntryPart, Family, Label, Metric
 from kvconnect.offload.hint_plan import CACHE_HINT_OUTCOMES, KEPT
 from kvconnect.offload.index import QUARANTINED
-from kvconnect.offload.jobs import Owner
+from kvconnect.offload.ledger import Owner
 from kvconnect.protocol.cache_hints import CacheHint, IgnoredHint
 from kvconnect.protocol.messages import REFUSAL_FIELDS
 from kvconnect.stats import (

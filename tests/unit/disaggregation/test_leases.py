@@ -11,7 +11,8 @@ import pytest
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation import leases as handoff
-from kvconnect.disaggregation.leases import LONGEST_LIFE_S, LeaseLimits, Leases
+from kvconnect.disaggregation.leases import LONGEST_LIFE_S, Leases
+from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import (
     Drop,
     Keep,
@@ -23,12 +24,12 @@ from kvconnect.disaggregation.messages import (
     TransferEvent,
     Withdraw,
 )
-from kvconnect.disaggregation.receives import ReceiveLimits, Receives, SettledReceive
+from kvconnect.disaggregation.receives import Receives, SettledReceive
 from kvconnect.errors import Misuse
 from kvconnect.offload.messages import FailedBlock
 from kvconnect.protocol.prompts import identify
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
+from kvconnect.types import Endpoint, FailureCause, Rank, Span, TransferId
 
 T = TransferId(b"t" * 16)
 SOURCE = PrefillSource("p", 7, (Endpoint(0, 0, "127.0.0.1", 5),), 1, 1)
@@ -45,7 +46,7 @@ def stats() -> Stats:
 
 
 def leases(*groups: CacheGroup, workers: int = 1, stats: Stats | None = None) -> Leases:
-    limits = LeaseLimits(workers, lease_s=10.0, deadline_s=20.0)
+    limits = HandoffLimits(workers, lease_s=10.0, deadline_s=20.0)
     return Leases(groups or (CacheGroup(4),), stats or Stats(), limits)
 
 
@@ -102,7 +103,7 @@ def test_without_the_limit_it_would(kind: NoticeKind, monkeypatch: pytest.Monkey
 
 
 def test_a_lease_that_is_to_live_longer_does() -> None:
-    limits = LeaseLimits(1, lease_s=5 * LONGEST_LIFE_S, deadline_s=20.0)
+    limits = HandoffLimits(1, lease_s=5 * LONGEST_LIFE_S, deadline_s=20.0)
     book = served(Leases((CacheGroup(4),), Stats(), limits))
     for now in (4 * LONGEST_LIFE_S, 4 * LONGEST_LIFE_S + 1):
         book.tick(now)
@@ -215,7 +216,7 @@ def test_a_later_state_or_none_is_not_offered(computed: int, table: list[int]) -
 
 
 def test_a_state_is_received_as_one_token() -> None:
-    book = Receives((STATES,), Stats(), ReceiveLimits(1, 10.0, 20.0))
+    book = Receives((STATES,), Stats(), HandoffLimits(1, 10.0, 20.0))
     book.open("r", T, SOURCE, early=False)
     book.plan("r", (Span(0, 0, array("q", [4])),), 8, 10, 0.0)
     ((receive,), _, _) = book.take()
@@ -464,7 +465,7 @@ def test_lease_check_sees_damage() -> None:
 
 
 def receives(*groups: CacheGroup, workers: int = 1, stats: Stats | None = None) -> Receives:
-    limits = ReceiveLimits(workers, lease_s=30.0, deadline_s=20.0)
+    limits = HandoffLimits(workers, lease_s=30.0, deadline_s=20.0)
     return Receives(groups or (CacheGroup(4),), stats or Stats(), limits)
 
 
@@ -485,7 +486,6 @@ def test_a_receive_holds_its_blocks_until_every_worker_has_reported(stats: Stats
     receive = planned(book)
     assert (receive.transfer, receive.source, receive.early) == (T, SOURCE, False)
     assert receive.tokens == ((4, 14),)
-    assert book.owns(receive.job) and not book.owns(JobId(1))
     assert not book.pending("r") and book.busy
     assert book.on_report(ReceiveReport(receive.job), 2.0) is None
     assert ("ledger_held_blocks", 3, "recv") in list(book.gauges(2.0))

@@ -29,7 +29,8 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation import decode_planner as decode
 from kvconnect.disaggregation import prefill_planner as prefill
 from kvconnect.disaggregation.decode_planner import DecodePlanner, Origin
-from kvconnect.disaggregation.leases import LeaseLimits, Leases
+from kvconnect.disaggregation.leases import Leases
+from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import (
     Keep,
     NoticeKind,
@@ -39,7 +40,7 @@ from kvconnect.disaggregation.messages import (
     TransferEvent,
 )
 from kvconnect.disaggregation.prefill_planner import AcceptedRead, GroupView, PrefillPlanner
-from kvconnect.disaggregation.receives import ReceiveLimits, Receives
+from kvconnect.disaggregation.receives import Receives
 from kvconnect.disaggregation.states import TransferState
 from kvconnect.errors import KVConnectError
 from kvconnect.stats import OffloadingConnectorStats
@@ -211,7 +212,7 @@ class World:
             for rank in ranks
         ]
         self.prefill_groups = [CacheGroup(size, window) for window in self.windows]
-        limits = LeaseLimits(len(ranks), LEASE_S, DEADLINE_S)
+        limits = HandoffLimits(len(ranks), LEASE_S, DEADLINE_S)
         self.leases = self.machine.leases(self.prefill_groups, OffloadingConnectorStats(), limits)
         self.prefill_pool, self.prefills = Pool(), dict[str, Request]()
         self.epoch += 1
@@ -228,7 +229,7 @@ class World:
             for rank in ranks
         ]
         self.decode_groups = [CacheGroup(size, window) for window in self.windows]
-        limits = ReceiveLimits(len(ranks), LEASE_S, DEADLINE_S)
+        limits = HandoffLimits(len(ranks), LEASE_S, DEADLINE_S)
         self.arrivals = Receives(self.decode_groups, OffloadingConnectorStats(), limits)
         self.decode_pool, self.decodes = Pool(), dict[str, Request]()
         self.reports: dict[int, list[ReceiveReport]] = {}

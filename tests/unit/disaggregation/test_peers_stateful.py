@@ -27,7 +27,8 @@ from hypothesis.stateful import (
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation import decode_planner, prefill_planner
 from kvconnect.disaggregation.decode_planner import DecodePlanner, Origin
-from kvconnect.disaggregation.leases import LeaseLimits, Leases
+from kvconnect.disaggregation.leases import Leases
+from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import NoticeKind, PrefillSource, Receive, TransferEvent
 from kvconnect.disaggregation.prefill_planner import PrefillPlanner
 from kvconnect.disaggregation.prefill_reads import AcceptedRead, GroupView, OfferedTransfer
@@ -89,7 +90,7 @@ class SourceMachine(RuleBasedStateMachine):
         self.withdrawn: Counter[TransferId] = Counter()
         self.ordered: Counter[TransferId] = Counter()
         self.machine = PrefillPlanner((LAYERS,), deadline_s=10.0, heartbeat_s=1.0)
-        limits = LeaseLimits(1, lease_s=10.0, deadline_s=10.0)
+        limits = HandoffLimits(1, lease_s=10.0, deadline_s=10.0)
         self.leases = Leases([CacheGroup(TOKENS)], OffloadingConnectorStats(), limits)
 
     @initialize()

@@ -15,7 +15,8 @@ from vllm.distributed.kv_events import KVEventBatch
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation.receives import SettledReceive
 from kvconnect.engines.vllm.receipts import Receipts
-from kvconnect.offload.jobs import CopyJob, Owner
+from kvconnect.offload.copy_jobs import CopyJob
+from kvconnect.offload.ledger import Owner
 from kvconnect.offload.messages import FailedBlock, GroupBlocks
 from kvconnect.protocol.options import nonce_of, with_receipt
 from kvconnect.router.fleet.kv_events import receipts_in
@@ -44,7 +45,7 @@ def request(prompt: int = 100, output: int = 0, nonce: Any = None) -> Any:
 def load(blocks: int, bad: int | None = None) -> CopyJob:
     """A load of blocks of 16 tokens, of which one is bad."""
     part = GroupBlocks(0, array("q", range(1, blocks + 1)), array("q", range(blocks)))
-    job = CopyJob(Owner.LOAD, (part,), 0.0, 1, "r", 16 * blocks)
+    job = CopyJob(Owner.LOAD, (part,), 0.0, "r", 16 * blocks)
     if bad is not None:
         failed = FailedBlock(0, part.block_ids[bad], bad, FailureCause.DIGEST)
         job.failures[failed[:3]] = failed

@@ -9,7 +9,7 @@ import pytest
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex, RemovedBlock
-from kvconnect.offload.jobs import Owner
+from kvconnect.offload.ledger import Owner
 from kvconnect.offload.messages import FailedBlock, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.offload.planner import (
     LoadRequest,

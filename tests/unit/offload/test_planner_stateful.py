@@ -26,9 +26,9 @@ from hypothesis.stateful import (
 
 from kvconnect.cache.groups import CacheGroup, alignment
 from kvconnect.errors import Misuse
+from kvconnect.offload.copy_jobs import CopyJobs, SettledJob
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.jobs import NULL_BLOCK, JobLimits, JobTable, SettledJob
 from kvconnect.offload.messages import (
     FailedBlock,
     JobReport,
@@ -39,7 +39,7 @@ from kvconnect.offload.messages import (
 from kvconnect.offload.planner import LoadRequest, OffloadLimits, OffloadPlan
 from kvconnect.protocol.cache_hints import read_hints
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import FailureCause
+from kvconnect.types import NULL_BLOCK, FailureCause
 
 WRONG = "wrong"  # bytes nobody meant to be there; a digest taken of them does not notice
 ROTTEN = "rotten"  # bytes that changed after their digest was taken
@@ -113,7 +113,7 @@ class Engine(RuleBasedStateMachine):
     """Drives :class:`OffloadPlan`, in the order in which an engine does."""
 
     index_class: ClassVar[type[HostIndex]] = HostIndex
-    book_class: ClassVar[type[JobTable]] = JobTable
+    book_class: ClassVar[type[CopyJobs]] = CopyJobs
     plan_class: ClassVar[type[OffloadPlan]] = OffloadPlan
 
     @initialize(
@@ -129,7 +129,7 @@ class Engine(RuleBasedStateMachine):
         stats = OffloadingConnectorStats()
         limits = OffloadLimits(workers, DEADLINE_S, held, pin_share=0.5)
         self.plan = self.plan_class(self.groups, index, stats, limits)
-        self.plan.jobs = self.book_class(index, stats, JobLimits(workers, DEADLINE_S))
+        self.plan.jobs = self.book_class(index, stats, workers, DEADLINE_S)
         self.now = 0.0
         self.refs = [0] * (NUM_BLOCKS + 1)
         self.workers = [Memory([WRONG] * (NUM_BLOCKS + 1), [WRONG] * slots) for _ in range(workers)]
@@ -504,7 +504,7 @@ class NeverPins(HostIndex):
     unpin = pin
 
 
-class PublishesAll(JobTable):
+class PublishesAll(CopyJobs):
     """Takes blocks for stored although a worker said they were not."""
 
     def _end_store(self, job: Any, released: tuple[int, ...]) -> SettledJob:
@@ -512,20 +512,20 @@ class PublishesAll(JobTable):
         return super()._end_store(job, released)
 
 
-class TrustsEveryStep(JobTable):
+class TrustsEveryStep(CopyJobs):
     """Publishes what a step computed on top of a synchronous load that failed."""
 
     def void_stores(self) -> list[int]:
         return []
 
 
-class PublishesLate(JobTable):
+class PublishesLate(CopyJobs):
     """Publishes stores that expired, whose blocks changed hands under the copy."""
 
     def expire(self, now: float) -> list[int]:
         released = super().expire(now)
-        for job in self._jobs.values():
-            job.void = False
+        for job in self._jobs:
+            job.work.void = False
         return released
 
 

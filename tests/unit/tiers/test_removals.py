@@ -236,7 +236,7 @@ def test_a_tier_that_fails_and_workers_that_do_not_answer_are_told_from_success(
     assert bench.outcomes() == {"stayed": 1, "dropped": 3}
     bench.hint("drop")
     (late,) = bench.take(0.0)
-    assert bench.take(19.0) == [] and bench.removals.busy
+    assert bench.take(20.0) == [] and bench.removals.busy
     assert bench.take(20.0) == [] and not bench.removals.busy
     assert bench.outcomes() == {"stayed": 5, "dropped": 3}
     bench.hint("drop", PROMPT[:1])

@@ -6,9 +6,10 @@ from array import array
 
 import pytest
 
+from kvconnect.offload.copy_jobs import CopyJobs
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.jobs import JobLimits, JobTable, Owner, first_cause
+from kvconnect.offload.ledger import Owner
 from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId
@@ -25,7 +26,7 @@ class Desk:
     def __init__(self, workers: int = 1) -> None:
         self.index = HostIndex(4, 1, make_policy("lru", 4))
         self.stats = OffloadingConnectorStats()
-        self.book = JobTable(self.index, self.stats, JobLimits(workers, DEADLINE_S))
+        self.book = CopyJobs(self.index, self.stats, workers, DEADLINE_S)
 
     def store(self, count: int = 2, now: float = 0.0) -> StoreBlocks:
         """Open a store of the first blocks: device block 10 + n to the slot of HASHES[n]."""
@@ -258,21 +259,6 @@ def test_a_cancelled_load_leaves_no_trace() -> None:
     assert desk.book.on_report(JobReport(other.job)) is not None
     assert (len(desk.book), desk.book.ledger.held, desk.index.slots.busy) == (0, 0, 0)
     desk.check()
-
-
-@pytest.mark.parametrize(
-    ("causes", "first"),
-    [
-        ((), None),
-        ((SKIPPED,), SKIPPED),
-        ((SKIPPED, COPY, DIGEST), COPY),
-        ((DIGEST, SKIPPED), DIGEST),
-    ],
-)
-def test_a_skipped_block_names_a_cause_only_where_no_other_does(
-    causes: tuple[FailureCause, ...], first: FailureCause | None
-) -> None:
-    assert first_cause(causes) is first
 
 
 def test_gauges_tell_what_is_open() -> None:
