@@ -12,6 +12,15 @@ JobId = NewType("JobId", int)
 TransferId = NewType("TransferId", bytes)
 """16 random bytes that identify a hand-off between engines, also in tickets."""
 
+
+class Block(NamedTuple):
+    """A full block by its content: the number of its KV-cache group, and the engine's chained hash
+    of its tokens and all before."""
+
+    group: int
+    block_hash: bytes
+
+
 NULL_BLOCK = 0
 """The engine's placeholder for blocks outside a window; never copied."""
 
@@ -82,6 +91,15 @@ class Endpoint(NamedTuple):
     pp_rank: int
     host: str
     port: int
+
+
+class Origin(NamedTuple):
+    """One worker of one incarnation of a prefill engine. ``engine_id`` "": any engine at the
+    endpoint."""
+
+    endpoint: Endpoint
+    engine_id: str
+    epoch: int
 
 
 class Span(NamedTuple):

@@ -114,8 +114,11 @@ PURE = (
         "disaggregation/prefill_planner.py",
     ),
     *(
+        "disaggregation/prefill_actions.py",
         "disaggregation/prefill_reads.py",
+        "disaggregation/decode_actions.py",
         "disaggregation/decode_planner.py",
+        "disaggregation/wire_blocks.py",
         "disaggregation/states.py",
     ),
     *("observability/metrics/catalog.py", "observability/metrics/router_catalog.py"),
@@ -433,14 +436,7 @@ def repeated_files(texts: Collection[str]) -> dict[str, list[str]]:
 
 # Topics and arguments ---------------------------------------------------------------------------
 
-NOT_YET = {
-    "disaggregation/": "not yet: the planners of hand-offs",
-    "engines/": "not yet: what is made for an engine is packed",
-    "tiers/": "not yet: a block is a plain tuple",
-}
-"""Path of a package -> why it may still have banners and packed arguments."""
-
-BANNER = re.compile(r"# .* -{10,}")
+BANNER = re.compile(r" *# .* -{10,}")
 
 
 def banners(path: str, text: str) -> list[str]:

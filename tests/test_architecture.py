@@ -6,6 +6,7 @@ reason. Every checker also runs on small bad examples, so one that has gone blin
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from textwrap import dedent
 
@@ -15,7 +16,6 @@ from tests.architecture import (
     BROAD_EXCEPTS,
     FILE_NAMES,
     MOST_FILE_LINES,
-    NOT_YET,
     banners,
     broad_excepts,
     calls_to_print,
@@ -114,20 +114,9 @@ def test_a_file_name_occurs_at_most_twice() -> None:
     assert {name for name in FILE_NAMES if used.count(name) < 3} == set()
 
 
-def glued(texts: dict[str, str]) -> dict[str, list[str]]:
-    """Banners and packed arguments of modules, by the entry of ``NOT_YET`` that excuses them."""
-    found: dict[str, list[str]] = {}
-    for path, text in texts.items():
-        excuse = next((package for package in NOT_YET if path.startswith(package)), "")
-        found.setdefault(excuse, []).extend(banners(path, text) + packed_arguments(path, text))
-    return found
-
-
 def test_a_module_has_one_topic_and_no_argument_is_packed() -> None:
-    found = glued(TEXTS)
-    assert found.pop("") == []
-    # An excuse that is not needed any more fails.
-    assert [package for package in NOT_YET if not found[package]] == []
+    found = [banners(path, text) + packed_arguments(path, text) for path, text in TEXTS.items()]
+    assert [*chain.from_iterable(found)] == []
 
 
 UNWATCHED = {
@@ -294,6 +283,7 @@ def test_a_thing_at_its_budget_is_not_flagged(code: str) -> None:
 def test_a_banner_is_flagged() -> None:
     banner = f"# Events {'-' * 80}"
     assert banners("a.py", f"x = 1\n\n{banner}\n") == [f"a.py:3: {banner}"]
+    assert banners("a.py", f"class A:\n    {banner}\n") == [f"a.py:2:     {banner}"]
     assert banners("a.py", "# Events: - what comes\n# ---\n") == []
 
 

@@ -10,15 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvconnect.disaggregation import decode_planner
-from kvconnect.disaggregation.decode_planner import (
-    Action,
-    CancelReceive,
-    ConfirmRead,
-    DecodePlanner,
-    Origin,
-    RequestPages,
-)
+from kvconnect.disaggregation import decode_actions
+from kvconnect.disaggregation.decode_actions import Action, CancelReceive, ConfirmRead, RequestPages
+from kvconnect.disaggregation.decode_planner import DecodePlanner
 from kvconnect.disaggregation.messages import (
     DisaggregationInstructions,
     Keep,
@@ -41,7 +35,7 @@ from kvconnect.protocol.messages import (
 )
 from kvconnect.protocol.topology import sources_for
 from kvconnect.transport.base import Drained, Fence, IncomingPages, PagesReceived, PeerId
-from kvconnect.types import Endpoint, FailureCause, JobId, TransferId, TransferType
+from kvconnect.types import Endpoint, FailureCause, JobId, Origin, TransferId, TransferType
 
 logger = logging.getLogger(__name__)
 
@@ -199,10 +193,10 @@ class DecodeExecutor:
 
     def _run_actions(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, decode_planner.ReportFinished):
+            if isinstance(action, decode_actions.ReportFinished):
                 came = tuple(self._moved.pop(action.job.job, ()))
                 self._finished.append((replace(action.report, moved=came), action.job))
-            elif isinstance(action, decode_planner.ConnectPeer):
+            elif isinstance(action, decode_actions.ConnectPeer):
                 session = self._sessions.get_or_connect(action.origin)
                 if session is not None:
                     self.on_connected(action.origin, session)

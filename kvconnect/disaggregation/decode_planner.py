@@ -11,76 +11,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvconnect.disaggregation.decode_actions import (
+    Action,
+    CancelReceive,
+    ConfirmRead,
+    ConnectPeer,
+    ReportFinished,
+    RequestPages,
+)
 from kvconnect.disaggregation.messages import Receive, ReceiveReport
-from kvconnect.disaggregation.prefill_reads import GroupView, wire_ids
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
+from kvconnect.disaggregation.wire_blocks import GroupView, wire_ids
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.messages import FailedBlock
-from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
-from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
+from kvconnect.types import Endpoint, FailureCause, JobId, Origin, Span
 
 MAX_WAIT_S = 600.0
 """Seconds after which a receive ends even if the source still sends heartbeats; its own deadline if
 that is longer."""
-
-
-class Origin(NamedTuple):
-    """One worker of one incarnation of a prefill engine. ``engine_id`` "": any engine at the
-    endpoint."""
-
-    endpoint: Endpoint
-    engine_id: str
-    epoch: int
-
-
-# Actions ---------------------------------------------------------------------------------
-
-
-class ConnectPeer(NamedTuple):
-    """Connect to a worker; the caller answers with ``connected`` or ``refused``. Not repeated
-    before the answer."""
-
-    origin: Origin
-
-
-class RequestPages(NamedTuple):
-    """Submit an ``IncomingPages`` and send a read request. ``spans``: per group the first wire
-    block and the wire-block ids here; the request's parts are (group, first, count) of each.
-    ``held``: tokens of the prompt that this engine has."""
-
-    peer: int
-    read_id: int
-    transfer: TransferId
-    early: bool
-    spans: tuple[Span, ...]
-    prompt: PromptIdentity = NO_PROMPT
-    held: int = 0
-
-
-class CancelReceive(NamedTuple):
-    """Tell the peer, and cancel the read at the transport; the caller answers with ``drained``."""
-
-    peer: int
-    read_id: int
-
-
-class ConfirmRead(NamedTuple):
-    """Tell the peer that the read is complete, and cancel it at the transport, so that no stray
-    page is written later; the caller answers with ``drained``. ``job`` may have other reads."""
-
-    peer: int
-    read_id: int
-    job: JobId
-
-
-class ReportFinished(NamedTuple):
-    """The job is over; no page of it is written any more."""
-
-    report: ReceiveReport
-    job: Receive
-
-
-Action = ConnectPeer | RequestPages | CancelReceive | ConfirmRead | ReportFinished
 
 
 class _UnitLayers(NamedTuple):
@@ -201,7 +149,9 @@ class _ReceiveJob:
                 places += [(span.group, block) for block in span.block_ids]
         for place in places:
             self.failures.setdefault(place, self.cause or FailureCause.REFUSED)
-        failures = (FailedBlock(*place, -1, cause) for place, cause in self.failures.items())
+        failures = (
+            FailedBlock(group, block, -1, cause) for (group, block), cause in self.failures.items()
+        )
         return ReceiveReport(
             self.receive.job, tuple(failures), detail=self.detail, cached=self.cached
         )

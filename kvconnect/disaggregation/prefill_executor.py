@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Sequence
 
-from kvconnect.disaggregation import prefill_planner, sessions
+from kvconnect.disaggregation import prefill_actions, sessions
 from kvconnect.disaggregation.messages import DisaggregationInstructions, NoticeKind, TransferEvent
-from kvconnect.disaggregation.prefill_planner import AcceptedRead, Action, PrefillPlanner
+from kvconnect.disaggregation.prefill_actions import Action
+from kvconnect.disaggregation.prefill_planner import PrefillPlanner
+from kvconnect.disaggregation.prefill_reads import AcceptedRead
 from kvconnect.disaggregation.sessions import Session, Sessions, isolate
 from kvconnect.disaggregation.transfer_meter import ChunkKey
 from kvconnect.errors import ProtocolError
@@ -72,7 +74,8 @@ class PrefillExecutor:
         if name is None:
             self._run_actions(self._sender.step_written(fence))
         elif (place := self._layer_places.get(name)) is not None:
-            self._run_actions(self._sender.layer_written(*place, fence))
+            group, layer = place
+            self._run_actions(self._sender.layer_written(group, layer, fence))
 
     def tick(self, now: float) -> None:
         """Send heartbeats and expire requests; call it a few times per second."""
@@ -131,41 +134,41 @@ class PrefillExecutor:
 
     def _run_actions(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, prefill_planner.ReportNotice):
+            if isinstance(action, prefill_actions.ReportNotice):
                 self._keep_notice(action.notice)
                 continue
             session = self._sessions.get(PeerId(action.peer))
             if session is None:
                 # The connection may end before its last PagesSent event.
-                if isinstance(action, prefill_planner.ReportServed):
+                if isinstance(action, prefill_actions.ReportServed):
                     self._keep_notice(action.notice)
                 continue
             with isolate(self._sessions, session.peer):  # this may be the engine's thread
                 self._run_action(session, action)
 
     def _run_action(self, session: Session, action: Action) -> None:
-        if isinstance(action, prefill_planner.SendPages):
+        if isinstance(action, prefill_actions.SendPages):
             self._send(session, action)
-        elif isinstance(action, prefill_planner.ReportServed):
+        elif isinstance(action, prefill_actions.ReportServed):
             measured = session.meter.finish(self._sessions.stats, action.read_id, "send")
             self._keep_notice(action.notice._replace(**measured._asdict()))
-        elif isinstance(action, prefill_planner.CancelRead):
+        elif isinstance(action, prefill_actions.CancelRead):
             session.meter.forget(action.read_id)
             self._sessions.transport.cancel(session.peer, action.read_id)
-        elif isinstance(action, prefill_planner.RefuseRead):
+        elif isinstance(action, prefill_actions.RefuseRead):
             session.meter.forget(action.read_id)
             if action.cause is FailureCause.PROMPT:
                 logger.warning("refused a read of %s: %s", session.name, action.detail)
                 self._sessions.stats.count("handoff_refused", label="prompt")
             fail = Fail(want=action.read_id, cause=action.cause.value, detail=action.detail)
             self._sessions.send(session.peer, fail)
-        elif isinstance(action, prefill_planner.AnnounceReady):
+        elif isinstance(action, prefill_actions.AnnounceReady):
             ready = PagesReady(want=action.read_id, cached=action.cached)
             self._sessions.send(session.peer, ready)
-        elif isinstance(action, prefill_planner.SendAlive):
+        elif isinstance(action, prefill_actions.SendAlive):
             self._sessions.send(session.peer, Alive(wants=list(action.read_ids)))
         else:
-            assert isinstance(action, prefill_planner.DropPeer)
+            assert isinstance(action, prefill_actions.DropPeer)
             sessions.end_session(self._sessions, session.peer, action.error)
 
     def _keep_notice(self, notice: TransferEvent) -> None:
@@ -175,7 +178,7 @@ class PrefillExecutor:
         self._notices.pop(key, None)
         self._notices[key] = notice
 
-    def _send(self, session: Session, pages: prefill_planner.SendPages) -> None:
+    def _send(self, session: Session, pages: prefill_actions.SendPages) -> None:
         unit = session.units[pages.number]
         if session.meter.trace is not None:
             chunk = ChunkKey(pages.group, pages.first, len(pages.ids))

@@ -14,19 +14,15 @@ from typing import Any, NamedTuple
 
 from kvconnect.bounded import remember
 from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
-from kvconnect.disaggregation.prefill_reads import (
-    AcceptedRead,
+from kvconnect.disaggregation.prefill_actions import (
     Action,
-    AnnounceReady,
-    CancelRead,
-    DropPeer,
-    GroupView,
-    OfferedTransfer,
     RefuseRead,
     ReportNotice,
-    ReportServed,
     SendAlive,
-    SendPages,
+)
+from kvconnect.disaggregation.prefill_reads import (
+    AcceptedRead,
+    OfferedTransfer,
     ServedRead,
     StepWrites,
     check_read,
@@ -35,23 +31,6 @@ from kvconnect.disaggregation.prefill_reads import (
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
 from kvconnect.errors import Misuse
 from kvconnect.types import FailureCause, Rank, TransferId
-
-__all__ = [
-    "MAX_PARKED_READS",
-    "MAX_READS",
-    "AcceptedRead",
-    "Action",
-    "AnnounceReady",
-    "CancelRead",
-    "DropPeer",
-    "GroupView",
-    "PrefillPlanner",
-    "RefuseRead",
-    "ReportNotice",
-    "ReportServed",
-    "SendAlive",
-    "SendPages",
-]
 
 MAX_PARKED_READS = 2048
 """Limit on read requests that wait for an unknown transfer; more are refused. One peer may hold at
@@ -356,7 +335,9 @@ class PrefillPlanner:
         """Expire parked requests and send heartbeats; call it about every heartbeat."""
         late = [key for key, item in self._parked.items() if item.deadline <= now]
         detail = "the prefill did not begin in time"
-        actions: list[Action] = [RefuseRead(*key, FailureCause.GONE, detail) for key in late]
+        actions: list[Action] = [
+            RefuseRead(peer, read_id, FailureCause.GONE, detail) for peer, read_id in late
+        ]
         for key in late:
             del self._parked[key]
         latest = now + self._deadline_s

@@ -12,24 +12,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvconnect.disaggregation.messages import NoticeKind, TransferEvent
+from kvconnect.disaggregation.prefill_actions import (
+    Action,
+    AnnounceReady,
+    CancelRead,
+    DropPeer,
+    RefuseRead,
+    ReportNotice,
+    ReportServed,
+    SendPages,
+)
 from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
+from kvconnect.disaggregation.wire_blocks import GroupView, wire_ids
 from kvconnect.errors import Misuse, ProtocolError, contained
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, difference
 from kvconnect.types import FailureCause, Rank, Span, TransferId
-
-
-class GroupView(NamedTuple):
-    """How this worker and one peer number the units of a KV-cache group.
-
-    ``ratio``: wire blocks per block here. ``unit_all``: the unit of all layers that both workers
-    have. ``unit_of_layer[i]``: the unit of this worker's layer i, or -1 if the peer does not have
-    the layer. Wire block w of block b has the id ``b * ratio + w``. ``heads``: KV heads of a unit.
-    """
-
-    ratio: int
-    unit_all: int
-    unit_of_layer: tuple[int, ...]
-    heads: int = 1
 
 
 class AcceptedRead(NamedTuple):
@@ -49,89 +46,6 @@ class AcceptedRead(NamedTuple):
     held: int = 0
 
 
-# Actions ---------------------------------------------------------------------------------
-
-
-class SendPages(NamedTuple):
-    """Submit an ``OutgoingPages``: wire blocks ``first ...`` of unit ``number`` at wire-block ids
-    ``ids``, once ``fence`` has passed. The caller reports each with ``PrefillPlanner.sent``."""
-
-    peer: int
-    read_id: int
-    group: int
-    number: int
-    first: int
-    ids: array[int]
-    fence: Any
-
-
-class CancelRead(NamedTuple):
-    """Cancel a read at the transport; the caller reports its end with
-    ``PrefillPlanner.drained``."""
-
-    peer: int
-    read_id: int
-
-
-class RefuseRead(NamedTuple):
-    """Tell a reader that its read request is refused, or not served any more."""
-
-    peer: int
-    read_id: int
-    cause: FailureCause
-    detail: str
-
-
-class SendAlive(NamedTuple):
-    """Tell a reader that these read requests are still being served."""
-
-    peer: int
-    read_ids: tuple[int, ...]
-
-
-class AnnounceReady(NamedTuple):
-    """Tell a reader that its last page has been computed; only the transfer remains. ``cached``:
-    tokens of the prompt that this engine did not compute."""
-
-    peer: int
-    read_id: int
-    cached: int = 0
-
-
-class ReportNotice(NamedTuple):
-    """Report a notice to the scheduler."""
-
-    notice: TransferEvent
-
-
-class ReportServed(NamedTuple):
-    """Report to the scheduler that a reader has every page, with the bytes and seconds of the
-    read. Nothing of the read is in flight any more."""
-
-    peer: int
-    read_id: int
-    notice: TransferEvent
-
-
-class DropPeer(NamedTuple):
-    """End a peer's connection: serving it raised an unexpected error."""
-
-    peer: int
-    error: Exception
-
-
-Action = (
-    SendPages
-    | CancelRead
-    | RefuseRead
-    | SendAlive
-    | AnnounceReady
-    | ReportNotice
-    | ReportServed
-    | DropPeer
-)
-
-
 def isolated(peer: int, work: Callable[[], list[Action]]) -> list[Action]:
     """Run ``work`` for one peer. An error ends that peer's connection only, although the thread
     (the engine's, for instance) also serves other peers."""
@@ -139,19 +53,6 @@ def isolated(peer: int, work: Callable[[], list[Action]]) -> list[Action]:
     with contained(lambda error: actions.append(DropPeer(peer, error))):
         actions += work()
     return actions
-
-
-# State -----------------------------------------------------------------------------------
-
-
-def wire_ids(span: Span, ratio: int, first: int, stop: int) -> array[int]:
-    """Return the ids of the wire blocks [first, stop) of a span whose blocks have ``ratio``."""
-    begin, end = first // ratio, -(-stop // ratio)
-    blocks = span.block_ids[begin - span.first : end - span.first]
-    if ratio == 1:
-        return blocks
-    ids = array("q", [block * ratio + phase for block in blocks for phase in range(ratio)])
-    return ids[first - begin * ratio : stop - begin * ratio]
 
 
 @dataclass(eq=False)

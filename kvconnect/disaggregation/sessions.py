@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from kvconnect.bounded import remember
 from kvconnect.cache.pages import LayerPages, unit_segments
-from kvconnect.disaggregation.decode_planner import Origin
-from kvconnect.disaggregation.prefill_planner import GroupView
 from kvconnect.disaggregation.states import SESSION, Event, SessionState
 from kvconnect.disaggregation.transfer_meter import TransferMeter, TransferTrace
+from kvconnect.disaggregation.wire_blocks import GroupView
 from kvconnect.errors import KVConnectError, ProtocolError, Refused, contained
 from kvconnect.protocol import messages
 from kvconnect.protocol.identity import Identity
@@ -34,7 +33,7 @@ from kvconnect.transport.base import (
     Transport,
     Unit,
 )
-from kvconnect.types import Endpoint, FailureCause, Rank
+from kvconnect.types import Endpoint, FailureCause, Origin, Rank
 
 logger = logging.getLogger(__name__)
 

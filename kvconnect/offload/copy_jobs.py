@@ -15,7 +15,7 @@ from kvconnect.offload.index import HostIndex
 from kvconnect.offload.ledger import Hold, Ledger, Owner
 from kvconnect.offload.messages import FailedBlock, GroupBlocks, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import FailureCause, JobId, TransferType
+from kvconnect.types import Block, FailureCause, JobId, TransferType
 
 _TYPE = {Owner.STORE: TransferType.GPU_TO_CPU, Owner.LOAD: TransferType.CPU_TO_GPU}
 
@@ -44,13 +44,13 @@ class SettledJob(NamedTuple):
     """A finished job.
 
     ``released`` device blocks are no longer held by a store and go back to the engine's pool.
-    ``stored`` and ``dropped`` name the (group, hash) of blocks that became readable, or did not.
+    ``stored`` and ``dropped`` are the blocks that became readable, or did not.
     """
 
     job: CopyJob
     released: tuple[int, ...] = ()
-    stored: tuple[tuple[int, bytes], ...] = ()
-    dropped: tuple[tuple[int, bytes], ...] = ()
+    stored: tuple[Block, ...] = ()
+    dropped: tuple[Block, ...] = ()
 
 
 class CopyJobs:
@@ -176,13 +176,13 @@ class CopyJobs:
 
     def _end_store(self, job: CopyJob, released: tuple[int, ...]) -> SettledJob:
         failed = {failure.slot for failure in job.failures.values()}
-        stored: list[tuple[int, bytes]] = []
-        dropped: list[tuple[int, bytes]] = []
+        stored: list[Block] = []
+        dropped: list[Block] = []
         for part in job.parts:
             good = [slot for slot in part.slots if not job.void and slot not in failed]
             dropped += self._index.abandon(set(part.slots).difference(good))
             self._index.commit(good)
-            stored += [(part.group, self._index.hash_of(slot)) for slot in good]
+            stored += [Block(part.group, self._index.hash_of(slot)) for slot in good]
         return SettledJob(job, released, tuple(stored), tuple(dropped))
 
     def _end_load(self, job: CopyJob) -> SettledJob:

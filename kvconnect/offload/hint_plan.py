@@ -17,9 +17,7 @@ from kvconnect.offload.index import HostIndex
 from kvconnect.offload.retention import KeepOutcome, KeepTimes, Retention
 from kvconnect.protocol.cache_hints import CacheHint, HintsRead, PromptHints
 from kvconnect.stats import OffloadingConnectorStats
-
-Block = tuple[int, bytes]
-"""(group, hash)"""
+from kvconnect.types import Block
 
 RELEASED = {CacheHint.DEMOTE: "demoted", CacheHint.DROP: "dropped"}
 MISSING, PENDING = "missing", "pending"
@@ -130,7 +128,7 @@ class HintPlan:
         for block in prompt.blocks:
             if block in found:
                 self._forget(prompt, block)
-            elif self._index.has(*block):
+            elif self._index.has(block.group, block.block_hash):
                 self._waiting[block] = prompt
                 outcomes[PENDING] += 1
             else:
@@ -146,7 +144,11 @@ class HintPlan:
         """Demote the blocks that were to be written to a secondary tier first: that has ended."""
         found = ((slot, self._demoting.pop(slot, None)) for slot in slots)
         self._index.policy.demote(
-            [slot for slot, block in found if block and self._index.slot_of(*block) == slot]
+            [
+                slot
+                for slot, block in found
+                if block and self._index.slot_of(block.group, block.block_hash) == slot
+            ]
         )
 
     def settled(self, stored: Iterable[Block], dropped: Iterable[Block], now: float) -> None:
@@ -193,7 +195,9 @@ class HintPlan:
     ) -> dict[Block, str]:
         """Apply a prompt's hints to those blocks that are readable; return the outcomes."""
         slots = {
-            block: slot for block in blocks if (slot := self._index.slot_of(*block)) is not None
+            block: slot
+            for block in blocks
+            if (slot := self._index.slot_of(block.group, block.block_hash)) is not None
         }
         for slot in slots.values():
             self._demoting.pop(slot, None)
@@ -210,6 +214,9 @@ class HintPlan:
             self._demoting.update((it, block) for block, it in slots.items() if it in later)
             self._index.policy.demote([slot for slot in slots.values() if slot not in later])
         return dict.fromkeys(slots, RELEASED[release])
+
+    def _slot_of(self, block: Block) -> int | None:
+        return self._index.slot_of(block.group, block.block_hash)
 
     def _forget(self, prompt: _HintedPrompt, block: Block) -> None:
         """Wait for a block no longer, unless another request's hint does."""
@@ -239,7 +246,7 @@ def _blocks_within(
         for number, (group, row) in enumerate(zip(groups, hashes, strict=True))
         for end in range(1, min(tokens // group.block_tokens, len(row)) + 1)
     ]
-    return tuple((number, block_hash) for _, number, block_hash in sorted(ends))
+    return tuple(Block(number, block_hash) for _, number, block_hash in sorted(ends))
 
 
 CACHE_HINT_OUTCOMES = (

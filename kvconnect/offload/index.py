@@ -5,22 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import EvictionPolicy
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import FailureCause, Tier
+from kvconnect.types import Block, FailureCause, Tier
 
 QUARANTINED = (FailureCause.DIGEST, FailureCause.COPY)
 """Causes after which a stored copy cannot be trusted."""
-
-
-class RemovedBlock(NamedTuple):
-    """A block that was evicted, quarantined or dropped."""
-
-    group: int
-    block_hash: bytes
 
 
 class HostIndex:
@@ -43,7 +35,7 @@ class HostIndex:
         self.policy = policy
         self.evictions = 0
         self._evictions_counted = 0
-        self._removed: list[RemovedBlock] = []
+        self._removed: list[Block] = []
         self._ready: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._pending: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._storing: dict[int, bytes] = {}  # hash of PENDING slots
@@ -118,8 +110,8 @@ class HostIndex:
             self._next[slot] = following
         self.policy.insert(own, [hash(self._readable[slot]) for slot in own])
 
-    def abandon(self, slots: Iterable[int], held: bool = False) -> list[tuple[int, bytes]]:
-        """Free pending slots whose store failed; return their blocks as (group, hash).
+    def abandon(self, slots: Iterable[int], held: bool = False) -> list[Block]:
+        """Free pending slots whose store failed; return their blocks.
 
         ``held``: the store job hangs and may still write the slots. Then the blocks may be stored
         in other slots, but these slots stay taken until the next ``abandon`` without ``held``.
@@ -130,7 +122,7 @@ class HostIndex:
             group, block_hash = self._group[slot], self._storing[slot]
             if slot not in self._disowned:
                 del self._pending[group][block_hash]
-                dropped.append((group, block_hash))
+                dropped.append(Block(group, block_hash))
             if held:
                 self._disowned.add(slot)
             else:
@@ -166,9 +158,9 @@ class HostIndex:
             del self._ready[group][block_hash]
             self._readable[slot] = b""
             self.slots.drop(slot)
-            self._removed.append(RemovedBlock(group, block_hash))
+            self._removed.append(Block(group, block_hash))
 
-    def take_removed(self, stats: OffloadingConnectorStats) -> list[RemovedBlock]:
+    def take_removed(self, stats: OffloadingConnectorStats) -> list[Block]:
         """Return the blocks removed since the last call, and count those that were evicted."""
         fresh, self._evictions_counted = self.evictions - self._evictions_counted, self.evictions
         stats.count("evicted_blocks", fresh, label=Tier.HOST.value)

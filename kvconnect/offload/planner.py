@@ -17,12 +17,12 @@ from typing import NamedTuple
 from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
 from kvconnect.offload.copy_jobs import CopyJob, CopyJobs, SettledJob
 from kvconnect.offload.hint_plan import HintPlan
-from kvconnect.offload.index import HostIndex, RemovedBlock
+from kvconnect.offload.index import HostIndex
 from kvconnect.offload.ledger import Owner
 from kvconnect.offload.load_mode import LoadMode
 from kvconnect.offload.messages import GroupBlocks, JobReport, LoadBlocks, OffloadInstructions
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import NULL_BLOCK, Tier
+from kvconnect.types import NULL_BLOCK, Block, Tier
 
 Hashes = Sequence[Sequence[bytes]]
 """Per group, the chained hash of each full block whose tokens are known."""
@@ -252,7 +252,7 @@ class OffloadPlan:
             request.set_due(self.groups)
         return self.jobs.void_stores()
 
-    def take_removed(self) -> list[RemovedBlock]:
+    def take_removed(self) -> list[Block]:
         """Return the blocks that left the tier since the last call, and count the evicted."""
         return self.index.take_removed(self.stats)
 

@@ -217,8 +217,6 @@ class FaultProxy:
             self._loop.run_until_complete(self._task)
         self._loop.close()
 
-    # Faults -------------------------------------------------------------------------------------
-
     def delay(self, seconds: float, direction: Direction = "both") -> None:
         """Deliver everything so much later; throughput stays."""
         self._set(direction, delay_s=seconds)

@@ -15,7 +15,7 @@ from kvconnect.cache.keys import PREFIX_BYTES, block_key
 from kvconnect.offload.index import HostIndex
 from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.tiers.messages import SECONDARY_TIERS
-from kvconnect.types import Tier
+from kvconnect.types import Block, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +24,6 @@ SHARED = bytes(PREFIX_BYTES)
 
 _MISS_S = 1.0  # another engine may store a missing block meanwhile
 _MAX_MISSES = 1 << 16
-
-Block = tuple[int, bytes]
-"""(group, hash)"""
 
 
 class LookupResult(NamedTuple):
@@ -147,7 +144,7 @@ class PendingPrefetches:
         since = self._since
         if not since:
             return None
-        blocks = ((group, block_hash) for group, row in rows for block_hash in row)
+        blocks = (Block(group, block_hash) for group, row in rows for block_hash in row)
         return next((block for block in blocks if since.get(block, start) > start), None)
 
 
@@ -182,7 +179,7 @@ class _HostAndFound:
 
     def slot_of(self, group: int, block_hash: bytes) -> int | None:
         slot = self._index.slot_of(group, block_hash)
-        return self._found.get((group, block_hash)) if slot is None else slot
+        return self._found.get(Block(group, block_hash)) if slot is None else slot
 
     def ready_slots(self, group: int, hashes: Iterable[bytes]) -> list[int]:
         slots = []
@@ -216,7 +213,7 @@ def blocks_to_prefetch(
     start += len(index.ready_slots(number, row[start:end]))
     tiers: list[Tier] = []
     for block_hash in row[start:end]:
-        tier = SECONDARY_TIERS[found.get((number, block_hash), 0)]
+        tier = SECONDARY_TIERS[found.get(Block(number, block_hash), 0)]
         if tier or tiers:  # blocks in between that host memory has cost nothing more
             tiers.append(tier or tiers[-1])
     if not tiers:
@@ -236,11 +233,12 @@ def blocks_to_prefetch(
         max_tokens = context + decision.blocks * lead.block_tokens
         total = longest_prefix(view, groups, request.hashes, local, max_tokens)
     blocks = [
-        (group_number, block_hash)
+        block
         for group_number, group in enumerate(groups)
         for block_hash in request.hashes[group_number][
             max(group.first_block(total), local // group.block_tokens) : total // group.block_tokens
         ]
-        if (group_number, block_hash) in found and not index.has(group_number, block_hash)
+        if (block := Block(group_number, block_hash)) in found
+        and not index.has(group_number, block_hash)
     ]
     return ChosenBlocks(blocks, decision.give_up_s, decision.blocks < len(tiers), hinted)

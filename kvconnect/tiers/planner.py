@@ -19,7 +19,6 @@ from kvconnect.cache.groups import CacheGroup, leading_group
 from kvconnect.offload.index import HostIndex
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.lookup import (
-    Block,
     Choose,
     LookupRequest,
     PendingPrefetches,
@@ -38,7 +37,7 @@ from kvconnect.tiers.messages import (
 from kvconnect.tiers.search import TierSearch
 from kvconnect.tiers.tier_jobs import FinishedJob, TierJob, TierJobs
 from kvconnect.tiers.writeback import WriteBacks
-from kvconnect.types import FailureCause, Tier
+from kvconnect.types import Block, FailureCause, Tier
 
 
 class TierLimits(NamedTuple):
@@ -264,7 +263,7 @@ class TierPlan:
         blocks, request = waiting.search.next_round(), waiting.request
         if not blocks:
             return False
-        keys = tuple(request.key(*block) for block in blocks)
+        keys = tuple(request.key(block.group, block.block_hash) for block in blocks)
         self._planned.pages.update(request.page_keys(blocks))
         number = self._jobs.add(TierJob(keys, array("q"), req_id, blocks), now)
         self._planned.lookups.append(LookupBlocks(number, keys, request.source))
@@ -285,12 +284,14 @@ class TierPlan:
         found = waiting.search.found
         blocks: list[Block] = []
         if found:
-            args = (self._index, self._groups, waiting.request, found)
-            blocks, seconds, more_found, hinted = blocks_to_prefetch(*args, self._choose)
-            if hinted:
+            chosen = blocks_to_prefetch(
+                self._index, self._groups, waiting.request, found, self._choose
+            )
+            blocks = chosen.blocks
+            if chosen.hinted:
                 self._stats.count("tier_decisions", label="hinted")
-            waiting.not_loaded = "recompute" if more_found else None
-            waiting.deadline = min(waiting.deadline, now + seconds)
+            waiting.not_loaded = "recompute" if chosen.more_found else None
+            waiting.deadline = min(waiting.deadline, now + chosen.give_up_s)
         waiting.decided = not (blocks and self._prefetch(req_id, waiting, blocks, now))
 
     def _prefetch(
@@ -302,7 +303,9 @@ class TierPlan:
         placed: list[Block] = []
         slots: array[int] = array("q")
         for block in blocks:
-            slot = self._index.reserve(*block) if len(placed) < room else None
+            slot = (
+                self._index.reserve(block.group, block.block_hash) if len(placed) < room else None
+            )
             if slot is None:
                 waiting.not_loaded = "no_space"
                 break
@@ -312,7 +315,7 @@ class TierPlan:
             self._stats.count("tier_decisions", label="no_space")
             return False
         self._prefetching.add(placed, now)
-        keys = tuple(waiting.request.key(*block) for block in placed)
+        keys = tuple(waiting.request.key(block.group, block.block_hash) for block in placed)
         self._planned.pages.update(waiting.request.page_keys(placed))
         number = self._jobs.add(TierJob(keys, slots, req_id, tuple(placed)), now)
         prefetch = PrefetchBlocks(number, keys, slots, self._limits.deadline_s)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvconnect.jobs import WorkerJobs
-from kvconnect.offload.hint_plan import MISSING, RELEASED, STAYED, Block
+from kvconnect.offload.hint_plan import MISSING, RELEASED, STAYED
 from kvconnect.offload.index import HostIndex
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.messages import NOT_REMOVED, REMOVED, RemovalAnswer, RemoveBlocks
 from kvconnect.tiers.writeback import WriteBacks
+from kvconnect.types import Block
 
 _JOB_BLOCKS = 4096
 _MOST_QUEUED = 1 << 16
@@ -30,9 +31,9 @@ class DroppedBlock(NamedTuple):
 def absent(index: HostIndex, block: Block) -> str | None:
     """Return the outcome of a block that is about to be dropped if no secondary tier has it. The
     end of its store counts a block that is being stored."""
-    if index.slot_of(*block) is not None:
+    if index.slot_of(block.group, block.block_hash) is not None:
         return RELEASED[CacheHint.DROP]
-    return None if index.has(*block) else MISSING
+    return None if index.has(block.group, block.block_hash) else MISSING
 
 
 @dataclass(eq=False)

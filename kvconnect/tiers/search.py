@@ -12,7 +12,8 @@ from itertools import islice
 
 from kvconnect.cache.groups import CacheGroup, leading_group, longest_prefix
 from kvconnect.offload.index import HostIndex
-from kvconnect.tiers.lookup import Block, LookupRequest, RecentMisses
+from kvconnect.tiers.lookup import LookupRequest, RecentMisses
+from kvconnect.types import Block
 
 MAX_KEYS = 1 << 14  # of one round
 _WIDER = 8  # where a window lacks a block, the next round asks for so many times as many
@@ -64,7 +65,7 @@ class TierSearch:
     def slot_of(self, group: int, block_hash: bytes) -> int | None:
         """Return 0 for a block that may be used: it is in host memory, found, or not asked for yet.
         In the leading group, only what is known to be there counts."""
-        block = group, block_hash
+        block = Block(group, block_hash)
         if block in self.found or self._index.slot_of(group, block_hash) is not None:
             return 0
         lead = group == self._lead and self._groups[group].is_full
@@ -83,8 +84,10 @@ class TierSearch:
         row, end = self._request.hashes[self._lead], self._request.max_tokens // lead.block_tokens
         blocks: list[Block] = []
         for number in range(self._next, min(end, len(row))):
-            block = self._lead, row[number]
-            if self._index.has(*block) or block in self.found:
+            if self._index.has(self._lead, row[number]):
+                continue
+            block = Block(self._lead, row[number])
+            if block in self.found:
                 continue
             if not self._is_unknown(block):
                 self._next = end  # what follows is of no use
@@ -118,14 +121,19 @@ class TierSearch:
         return tuple(islice([*needed, *wider], MAX_KEYS))
 
     def _unknown(self, number: int, row: Sequence[bytes]) -> list[Block]:
-        blocks = ((number, block_hash) for block_hash in row)
-        return [
-            block for block in blocks if not self._index.has(*block) and self._is_unknown(block)
-        ]
+        blocks = (
+            Block(number, block_hash)
+            for block_hash in row
+            if not self._index.has(number, block_hash)
+        )
+        return [block for block in blocks if self._is_unknown(block)]
 
     def _is_unknown(self, block: Block) -> bool:
         """Return whether nobody has said of a block whether a tier has it. If a source is named, it
         may have what others lacked."""
         if block in self.found or block in self._absent:
             return False
-        return bool(self._request.source) or self._request.key(*block) not in self._misses
+        return (
+            bool(self._request.source)
+            or self._request.key(block.group, block.block_hash) not in self._misses
+        )

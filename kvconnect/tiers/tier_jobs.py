@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvconnect.jobs import WorkerJobs
-from kvconnect.tiers.lookup import Block
 from kvconnect.tiers.messages import TierAnswer
-from kvconnect.types import JobId
+from kvconnect.types import Block, JobId
 
 
 class TierJob(NamedTuple):

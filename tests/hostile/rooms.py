@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks, TransferEvent
-from kvconnect.disaggregation.prefill_planner import (
-    AcceptedRead,
+from kvconnect.disaggregation.prefill_actions import (
     CancelRead,
-    GroupView,
-    PrefillPlanner,
     ReportNotice,
     ReportServed,
     SendPages,
 )
+from kvconnect.disaggregation.prefill_planner import PrefillPlanner
+from kvconnect.disaggregation.prefill_reads import AcceptedRead
+from kvconnect.disaggregation.wire_blocks import GroupView
 from kvconnect.engines.sglang.rooms import PrefillRooms, transfer_of
 from kvconnect.errors import ProtocolError
 from kvconnect.stats import OffloadingConnectorStats

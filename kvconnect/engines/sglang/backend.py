@@ -116,10 +116,11 @@ class KVConnectManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own frames have no authentication
         kinds = [(group.block_tokens, group.kv_heads) for group in cache.hello.groups]
-        ended = self._on_success, self._on_failure
         if self._sends:
             heads = [kv_heads for _, kv_heads in kinds]
-            self.prefill_rooms = PrefillRooms(self.agent, model.rank, heads, self._on_ready, *ended)
+            self.prefill_rooms = PrefillRooms(
+                self.agent, model.rank, heads, self._on_ready, self._on_success, self._on_failure
+            )
             names, once = (
                 translate.layer_names(cache, args),
                 runtime_context.calls_layers_once(server_args),
@@ -127,7 +128,9 @@ class KVConnectManager(CommonKVManager):
             layerwise.follow_layers(self.agent, self.prefill_rooms, names, once)
         else:
             self.addresses = BootstrapAddresses(config, self.local_ip)
-            self.decode_rooms = DecodeRooms(self.agent, model.rank, kinds, patience, *ended)
+            self.decode_rooms = DecodeRooms(
+                self.agent, model.rank, kinds, patience, self._on_success, self._on_failure
+            )
             self._start_heartbeat_checker_thread()
         publish_regularly(self.agent.take_stats)
 

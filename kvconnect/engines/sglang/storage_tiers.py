@@ -223,8 +223,9 @@ class PageTiers:
                 slots.append(slot)
             cuts = list(pairwise([*range(0, len(names), self._batch), len(names)]))
             self._reading += len(cuts)
-        cut = [(names[start:end], slots[start:end]) for start, end in cuts]
-        return [_Fetch(*part, nbytes, now, deadline) for part in cut]
+        return [
+            _Fetch(names[start:end], slots[start:end], nbytes, now, deadline) for start, end in cuts
+        ]
 
     def _settle(self, fetch: _Fetch, found: bytes) -> None:
         """End a fetch: make the pages that came readable, and free the other slots."""

@@ -93,7 +93,7 @@ class Adapters:
             known.trusted = known.files == _files(lora.lora_path)
         if not known.trusted:
             text = "adapter %s of %s was loaded again or its files changed: its KV is not reused"
-            logger.warning(text, *name)
+            logger.warning(text, lora.lora_name, lora.lora_path)
         return known.trusted
 
     def scope(self, lora: LoRARequest) -> bytes:

@@ -66,7 +66,11 @@ _LAYOUTS: dict[KVLayout, str | None] = {
 
 class KVConnect(KVConnectorBase_V1, SupportsHMA):
     """vLLM KV connector. It keeps KV blocks in host memory and secondary tiers, and hands them from
-    prefill to decode engines."""
+    prefill to decode engines.
+
+    The methods stand in this order: what vLLM asks the class, what it calls on a worker, what it
+    calls on the scheduler, what it calls on both.
+    """
 
     _cache_hit_source = CacheHitSource.P2P  # tokens from no tier come from another engine
     # A preempted request loses nothing that it needs: a dropped store is only a later miss, and
@@ -112,8 +116,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         if self.role is not role:
             raise Misuse(f"a {self.role.name} connector has no {role.name} part")
 
-    # -- class-level answers --------------------------------------------------------------
-
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Return True: all blocks are forgotten before the engine sleeps."""
@@ -148,8 +150,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     ) -> KVConnectorPromMetrics:
         """Register KVConnect's metrics."""
         return KVConnectPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    # -- worker ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See :meth:`ConnectorWorker.register`."""
@@ -207,8 +207,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """See :meth:`ConnectorWorker.take_reports`."""
         return self.worker.take_reports()
-
-    # -- scheduler ------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Take the pool through which KVConnect holds device blocks."""
@@ -284,8 +282,6 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """See :meth:`ConnectorScheduler.reset`."""
         self.scheduler.reset()
         return True
-
-    # -- both -----------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the counts of this process's part since the last call."""

@@ -279,7 +279,9 @@ class DisaggregationScheduler:
             )
         prompt = self._adapters.prompt_identity(request)
         admitted = self.tickets.admit(asked)
-        opened = self.receives.open(request.request_id, *admitted, prompt)
+        opened = self.receives.open(
+            request.request_id, admitted.transfer, admitted.source, admitted.early, prompt
+        )
         self._requests[request.request_id] = request
         if opened and request.num_prompt_tokens < 2:  # or rejected by vLLM's front end
             self.decline(request.request_id)

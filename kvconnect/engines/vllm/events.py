@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.offload.index import RemovedBlock
+from kvconnect.types import Block
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -61,7 +61,7 @@ class EventLog:
             (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
             for spec in specs
         ]
-        self._planned: dict[tuple[int, bytes], BlockStored] = {}
+        self._planned: dict[Block, BlockStored] = {}
         self._ready: list[KVCacheEvent] = []
 
     def planned(
@@ -81,7 +81,7 @@ class EventLog:
             kind, window = self._kinds[group]
             lora = request.lora_request
             parent = hashes[group][block - 1] if block else None
-            self._planned[group, hashes[group][block]] = BlockStored(
+            self._planned[Block(group, hashes[group][block])] = BlockStored(
                 block_hashes=[_external(hashes[group][block])],
                 parent_block_hash=None if parent is None else _external(parent),
                 token_ids=list(request.all_token_ids[start:end]),
@@ -100,20 +100,18 @@ class EventLog:
         self,
         request: Request,
         hashes: Sequence[Sequence[bytes]],
-        blocks: Sequence[tuple[int, bytes]],
+        blocks: Sequence[Block],
     ) -> None:
-        """Publish a request's blocks (group, hash) that were prefetched into the host tier."""
+        """Publish a request's blocks that were prefetched into the host tier."""
         if self._enabled:
             places = [{name: place for place, name in enumerate(row)} for row in hashes]
             # The prefetching request may be gone and its id reused, so skip unknown hashes.
-            known = [(group, name) for group, name in blocks if name in places[group]]
+            known = [Block(group, name) for group, name in blocks if name in places[group]]
             self.planned(request, hashes, ((group, places[group][name]) for group, name in known))
             self.settled(known)
 
-    def settled(
-        self, stored: Iterable[tuple[int, bytes]], dropped: Iterable[tuple[int, bytes]] = ()
-    ) -> None:
-        """Publish planned blocks (group, hash) that can be loaded now; forget those not stored."""
+    def settled(self, stored: Iterable[Block], dropped: Iterable[Block] = ()) -> None:
+        """Publish planned blocks that can be loaded now; forget those not stored."""
         for key in stored:
             event = self._planned.pop(key, None)
             if event is not None:
@@ -121,7 +119,7 @@ class EventLog:
         for key in dropped:
             self._planned.pop(key, None)
 
-    def removed(self, blocks: Iterable[RemovedBlock]) -> None:
+    def removed(self, blocks: Iterable[Block]) -> None:
         """Publish that blocks left the host tier."""
         if self._enabled:
             self._ready.extend(

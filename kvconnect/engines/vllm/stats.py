@@ -32,8 +32,7 @@ class KVConnectPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        labels = labelnames, per_engine_labelvalues
-        self._metrics = PromMetrics(metric_types, *labels, aliases=False)
+        self._metrics = PromMetrics(metric_types, labelnames, per_engine_labelvalues, aliases=False)
         # Aliases are metric names of vLLM's own connectors, which have precedence. Under
         # MultiConnector they may register after this, but before the event loop runs again.
         with contextlib.suppress(RuntimeError):  # without a loop, observe adds them

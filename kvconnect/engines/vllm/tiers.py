@@ -22,7 +22,6 @@ from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.engines.vllm.translate import is_of_tokens
 from kvconnect.errors import ConfigError
 from kvconnect.offload.copy_jobs import SettledJob
-from kvconnect.offload.hint_plan import Block
 from kvconnect.offload.planner import OffloadPlan
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.tiers import (
@@ -40,7 +39,7 @@ from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers.pages import pages_per_block
 from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.removals import DroppedBlock, Removals, absent
-from kvconnect.types import Tier
+from kvconnect.types import Block, Tier
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -90,7 +89,7 @@ class TierScheduler:
         decides = config.tiers.load_when == "faster"
         self._cost = CostModel(groups[0].block_tokens) if decides else None
         self._names = BlockNames(groups, adapters, shared_pages(config, groups))
-        self._keys: dict[tuple[int, bytes], bytes] = {}  # of blocks being stored, by (group, hash)
+        self._keys: dict[Block, bytes] = {}  # of blocks being stored
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._timed = 0  # number of the last step in it
         self._ended = 0.0  # when the last step ended
@@ -111,7 +110,7 @@ class TierScheduler:
     ) -> bool:
         """Look up a request's tokens [start, end); return whether it should ask again later."""
         hinted = self._host.hints.prefetch_tokens(request.request_id)
-        wanted = self._names.wanted(request, hashes, tokens)
+        wanted = self._names.wanted(request, hashes, tokens[0], tokens[1])
         source = self._shares.source(request.request_id)
         wanted = wanted._replace(prefetch_tokens=hinted, source=source)
         return self.plan.lookup(request.request_id, wanted, now)
@@ -122,7 +121,7 @@ class TierScheduler:
         """A request has device blocks, and its load of tokens [start, end) is planned. Return how
         many of the tokens came from each secondary tier."""
         if self.plan.write_backs.reused:
-            wanted = self._names.wanted(request, hashes, tokens)
+            wanted = self._names.wanted(request, hashes, tokens[0], tokens[1])
             for number, row in wanted.rows(self._host.groups):
                 for slot in self._host.index.ready_slots(number, row):
                     key = wanted.key(number, self._host.index.hash_of(slot))
@@ -134,9 +133,11 @@ class TierScheduler:
     ) -> None:
         """Keep the keys of a request's blocks (group, number) that are being stored on the host."""
         if new:
-            wanted = self._names.wanted(request, hashes, (0, 0))
-            blocks = [(group, hashes[group][block]) for group, block in new]
-            self._keys.update((block, wanted.key(*block)) for block in blocks)
+            wanted = self._names.wanted(request, hashes, 0, 0)
+            blocks = [Block(group, hashes[group][block]) for group, block in new]
+            self._keys.update(
+                (block, wanted.key(block.group, block.block_hash)) for block in blocks
+            )
             self._offers.name(wanted.page_keys(blocks))
 
     def settled(self, settled: SettledJob) -> None:
@@ -145,9 +146,9 @@ class TierScheduler:
             key = self._keys.pop(block, None)
             if key is None:
                 continue
-            self._offers.stored(*block, key)
+            self._offers.stored(block.group, block.block_hash, key)
             if self._writes:
-                self.plan.write_backs.stored(*block, key)
+                self.plan.write_backs.stored(block.group, block.block_hash, key)
         for block in settled.dropped:
             self._keys.pop(block, None)
 
@@ -165,11 +166,11 @@ class TierScheduler:
         hint, blocks = self._host.hints.released(request.request_id)
         if hint is None:
             return False
-        wanted = self._names.wanted(request, hashes, (0, 0))
-        keys = {block: wanted.key(*block) for block in blocks}
+        wanted = self._names.wanted(request, hashes, 0, 0)
+        keys = {block: wanted.key(block.group, block.block_hash) for block in blocks}
         if hint is CacheHint.DEMOTE:
             for block, key in keys.items() if self._writes else ():
-                self.plan.write_backs.demoted(*block, key)
+                self.plan.write_backs.demoted(block.group, block.block_hash, key)
             return False
         self._offers.name(wanted.page_keys(blocks))
         self._offers.drop(set(keys.values()))
@@ -315,11 +316,11 @@ class BlockNames:
         self._generation = b""
 
     def wanted(
-        self, request: Request, hashes: Sequence[Sequence[bytes]], tokens: tuple[int, int]
+        self, request: Request, hashes: Sequence[Sequence[bytes]], start: int, end: int
     ) -> LookupRequest:
         """Return the lookup of a request's tokens [start, end)."""
         names = self._chain(request, hashes[0])
-        wanted = LookupRequest(hashes, *tokens, self._prefix(request), names)
+        wanted = LookupRequest(hashes, start, end, self._prefix(request), names)
         if self._pages == 1:
             return wanted
         return wanted._replace(page_names=self._page_names.get(request.request_id, {}))

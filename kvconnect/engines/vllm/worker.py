@@ -111,8 +111,9 @@ class ConnectorWorker:
                 self._tiers.news = self._news
         mixes = self._config.disaggregation.mix_weights
         self._weights = self._weights or WorkerWeights(self._vllm_config, mixes=mixes)
-        args = self._vllm_config, self._kv_cache_config, self._config, kv_caches
-        self._make_agent = partial(make_handoffs, *args)
+        self._make_agent = partial(
+            make_handoffs, self._vllm_config, self._kv_cache_config, self._config, kv_caches
+        )
 
     @property
     def tier(self) -> HostTier:

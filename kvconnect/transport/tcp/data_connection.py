@@ -94,8 +94,6 @@ class DataConnection:
         finally:
             self._on_end(reason, lost)
 
-    # Sending ------------------------------------------------------------------------------------
-
     def _send_all(self, period: int) -> None:
         if period and not self._can_digest:
             fix = "install it, or set digest to 'off' there"
@@ -132,8 +130,6 @@ class DataConnection:
                 first += len(piece.ids)
                 head = b""
         _write_all(self._sock, bytes(digests), self._stall_s)
-
-    # Receiving ----------------------------------------------------------------------------------
 
     def _receive_all(self, period: int) -> None:
         head = bytearray(HEADER_BYTES)

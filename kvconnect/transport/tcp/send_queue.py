@@ -69,7 +69,8 @@ class SendQueue:
     """Orders of one peer, shared by its data connections. Thread-safe.
 
     ``on_first`` is called once, on the thread that submits the first pages to send. No event is
-    emitted after ``close`` returns.
+    emitted after ``close`` returns. Threads of data connections call ``next_frame`` and what stands
+    below it.
     """
 
     def __init__(
@@ -147,8 +148,6 @@ class SendQueue:
             self._expected.clear()
             self._queue.clear()
             self._changed.notify_all()
-
-    # For the threads of data connections --------------------------------------------------------
 
     @contextmanager
     def next_frame(self) -> Iterator[OutboundFrame | None]:

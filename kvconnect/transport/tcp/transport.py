@@ -161,8 +161,6 @@ class TcpTransport(Transport):
         self._peers[number] = peer
         return peer
 
-    # On the loop's thread -----------------------------------------------------------------------
-
     def _dial(self, peer: Peer, opening: Opening, host: str, port: int) -> None:
         if self._ending:
             peer.fail(CLOSED)

@@ -10,19 +10,19 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from kvconnect.disaggregation import prefill_reads
+from kvconnect.disaggregation import prefill_reads, wire_blocks
 from kvconnect.disaggregation.prefill_executor import PrefillExecutor
 from kvconnect.types import Span
 
 KV, ROWS = 0, 1  # groups; shifted rows of metadata would be noticed by SGLang itself
 
-_wire_ids = prefill_reads.wire_ids
+_wire_ids = wire_blocks.wire_ids
 _send, _tick = PrefillExecutor._send, PrefillExecutor.tick
 _waiting: list[tuple[Any, ...]] = []
 
 
 def register() -> None:
-    prefill_reads.wire_ids = _shifted
+    vars(prefill_reads).update(wire_ids=_shifted)
     PrefillExecutor._send, PrefillExecutor.tick = _held, _let_go
 
 

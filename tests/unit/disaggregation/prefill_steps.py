@@ -6,16 +6,16 @@ from array import array
 from typing import Any
 
 from kvconnect.disaggregation.messages import OfferBlocks
-from kvconnect.disaggregation.prefill_planner import (
-    AcceptedRead,
+from kvconnect.disaggregation.prefill_actions import (
     Action,
-    GroupView,
-    PrefillPlanner,
     RefuseRead,
     ReportNotice,
     ReportServed,
     SendPages,
 )
+from kvconnect.disaggregation.prefill_planner import PrefillPlanner
+from kvconnect.disaggregation.prefill_reads import AcceptedRead
+from kvconnect.disaggregation.wire_blocks import GroupView
 from kvconnect.protocol.prompts import identify
 from kvconnect.types import Rank, Span, TransferId
 

@@ -8,22 +8,20 @@ from typing import Any
 
 import pytest
 
-from kvconnect.disaggregation.decode_planner import (
-    MAX_WAIT_S,
+from kvconnect.disaggregation.decode_actions import (
     Action,
     CancelReceive,
     ConfirmRead,
     ConnectPeer,
-    DecodePlanner,
-    Origin,
     ReportFinished,
     RequestPages,
 )
+from kvconnect.disaggregation.decode_planner import MAX_WAIT_S, DecodePlanner
 from kvconnect.disaggregation.messages import PrefillSource, Receive
-from kvconnect.disaggregation.prefill_planner import GroupView
+from kvconnect.disaggregation.wire_blocks import GroupView
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.messages import FailedBlock
-from kvconnect.types import Endpoint, FailureCause, JobId, Span, TransferId
+from kvconnect.types import Endpoint, FailureCause, JobId, Origin, Span, TransferId
 
 T = TransferId(b"t" * 16)
 ENDS = [Endpoint(0, 0, "127.0.0.1", 5), Endpoint(1, 0, "127.0.0.1", 6)]

@@ -26,9 +26,8 @@ from hypothesis.stateful import (
 )
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.disaggregation import decode_planner as decode
-from kvconnect.disaggregation import prefill_planner as prefill
-from kvconnect.disaggregation.decode_planner import DecodePlanner, Origin
+from kvconnect.disaggregation import decode_actions, prefill_actions
+from kvconnect.disaggregation.decode_planner import DecodePlanner
 from kvconnect.disaggregation.leases import Leases
 from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import (
@@ -39,12 +38,14 @@ from kvconnect.disaggregation.messages import (
     ReceiveReport,
     TransferEvent,
 )
-from kvconnect.disaggregation.prefill_planner import AcceptedRead, GroupView, PrefillPlanner
+from kvconnect.disaggregation.prefill_planner import PrefillPlanner
+from kvconnect.disaggregation.prefill_reads import AcceptedRead
 from kvconnect.disaggregation.receives import Receives
 from kvconnect.disaggregation.states import TransferState
+from kvconnect.disaggregation.wire_blocks import GroupView
 from kvconnect.errors import KVConnectError
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import Endpoint, FailureCause, Rank, Span, TransferId
+from kvconnect.types import Endpoint, FailureCause, Origin, Rank, Span, TransferId
 
 LAYERS, HEADS, NUM_BLOCKS = 2, 2, 40
 LEASE_S, DEADLINE_S, HEARTBEAT_S = 8.0, 5.0, 1.0
@@ -103,7 +104,7 @@ class Link:
     reader: DecodeWorker
     to_source: list[tuple[Any, ...]] = field(default_factory=list)
     to_reader: list[tuple[Any, ...]] = field(default_factory=list)
-    orders: list[prefill.SendPages] = field(default_factory=list)
+    orders: list[prefill_actions.SendPages] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
     incoming: dict[int, dict[int, Span]] = field(default_factory=dict)  # read_id -> group -> span
     source_stops: set[int] = field(default_factory=set)
@@ -449,39 +450,39 @@ class World:
         shared = self.common(link.source, link.reader)[0]
         return [number % 10 - 1] if number % 10 else shared
 
-    def do(self, worker: PrefillWorker, actions: Iterable[prefill.Action]) -> None:
+    def do(self, worker: PrefillWorker, actions: Iterable[prefill_actions.Action]) -> None:
         for action in actions:
-            if isinstance(action, prefill.ReportNotice):
+            if isinstance(action, prefill_actions.ReportNotice):
                 worker.output.append(action.notice)
                 continue
             link = next(link for link in self.links if link.peer == action.peer)
-            if isinstance(action, prefill.SendPages):
+            if isinstance(action, prefill_actions.SendPages):
                 link.orders.append(action)
-            elif isinstance(action, prefill.CancelRead):
+            elif isinstance(action, prefill_actions.CancelRead):
                 link.source_stops.add(action.read_id)
-            elif isinstance(action, prefill.RefuseRead):
+            elif isinstance(action, prefill_actions.RefuseRead):
                 link.to_reader.append(("fail", action.read_id, action.cause))
-            elif isinstance(action, prefill.SendAlive):
+            elif isinstance(action, prefill_actions.SendAlive):
                 link.to_reader.append(("alive", action.read_ids))
 
-    def act(self, worker: DecodeWorker, actions: Iterable[decode.Action]) -> None:
+    def act(self, worker: DecodeWorker, actions: Iterable[decode_actions.Action]) -> None:
         for action in actions:
-            if isinstance(action, decode.ConnectPeer):
+            if isinstance(action, decode_actions.ConnectPeer):
                 worker.connecting.append(action.origin)
                 continue
-            if isinstance(action, decode.ReportFinished):
+            if isinstance(action, decode_actions.ReportFinished):
                 worker.output.append(action.report)
                 del worker.writable[action.report.job]
                 continue
             link = next(link for link in self.links if link.peer == action.peer)
-            if isinstance(action, decode.RequestPages):
+            if isinstance(action, decode_actions.RequestPages):
                 link.incoming[action.read_id] = {span.group: span for span in action.spans}
                 parts = [(s.group, s.first, len(s.block_ids)) for s in action.spans]
                 link.to_source.append(
                     ("read", action.read_id, action.transfer, action.early, parts)
                 )
             else:
-                done = isinstance(action, decode.ConfirmRead)
+                done = isinstance(action, decode_actions.ConfirmRead)
                 link.to_source.append(("done" if done else "cancel", action.read_id))
                 link.reader_stops.add(action.read_id)
 
@@ -811,10 +812,10 @@ def test_hand_offs_are_never_wrong_and_leak_nothing() -> None:
 class SendsWrongBlocks(PrefillPlanner):
     """Takes the last block of a range for the first."""
 
-    def on_request(self, ask: AcceptedRead, now: float) -> list[prefill.Action]:
+    def on_request(self, ask: AcceptedRead, now: float) -> list[prefill_actions.Action]:
         return [
             action._replace(ids=action.ids[::-1])
-            if isinstance(action, prefill.SendPages)
+            if isinstance(action, prefill_actions.SendPages)
             else action
             for action in super().on_request(ask, now)
         ]
@@ -823,14 +824,14 @@ class SendsWrongBlocks(PrefillPlanner):
 class SendsBeforeTheWrite(PrefillPlanner):
     """Takes blocks for readable when they are offered."""
 
-    def offer(self, offer: Any) -> list[prefill.Action]:
+    def offer(self, offer: Any) -> list[prefill_actions.Action]:
         return super().offer(offer) + (super().step_written(None) if offer.spans else [])
 
 
 class ReportsBeforeQuiet(DecodePlanner):
     """Takes a cancelled read for one of which nothing lands any more."""
 
-    def _advance(self, job: Any) -> list[decode.Action]:
+    def _advance(self, job: Any) -> list[decode_actions.Action]:
         actions = job.confirm()
         for read in job.reads:
             if read.state is TransferState.STOPPING:
@@ -841,7 +842,7 @@ class ReportsBeforeQuiet(DecodePlanner):
 class TrustsEveryPage(DecodePlanner):
     """Ignores digests."""
 
-    def received(self, *event: Any) -> list[decode.Action]:
+    def received(self, *event: Any) -> list[decode_actions.Action]:
         *rest, _, now = event
         return super().received(*rest, (), now)  # type: ignore[call-arg]
 

@@ -13,9 +13,14 @@ torch = pytest.importorskip("torch")
 
 from kvconnect.disaggregation import prefill_planner as machine  # noqa: E402
 from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks  # noqa: E402
+from kvconnect.disaggregation.prefill_actions import (  # noqa: E402
+    DropPeer,
+    RefuseRead,
+    SendPages,
+)
 from kvconnect.disaggregation.prefill_executor import PrefillExecutor  # noqa: E402
-from kvconnect.disaggregation.prefill_planner import DropPeer, PrefillPlanner, RefuseRead  # noqa: E402
-from kvconnect.disaggregation.prefill_reads import SendPages, ServedRead  # noqa: E402
+from kvconnect.disaggregation.prefill_planner import PrefillPlanner  # noqa: E402
+from kvconnect.disaggregation.prefill_reads import ServedRead  # noqa: E402
 from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
 from kvconnect.protocol.codec import MessageReader  # noqa: E402
 from kvconnect.protocol.messages import Hello  # noqa: E402

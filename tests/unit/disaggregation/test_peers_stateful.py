@@ -25,17 +25,23 @@ from hypothesis.stateful import (
 )
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.disaggregation import decode_planner, prefill_planner
-from kvconnect.disaggregation.decode_planner import DecodePlanner, Origin
+from kvconnect.disaggregation import (
+    decode_actions,
+    decode_planner,
+    prefill_actions,
+    prefill_planner,
+)
+from kvconnect.disaggregation.decode_planner import DecodePlanner
 from kvconnect.disaggregation.leases import Leases
 from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import NoticeKind, PrefillSource, Receive, TransferEvent
 from kvconnect.disaggregation.prefill_planner import PrefillPlanner
-from kvconnect.disaggregation.prefill_reads import AcceptedRead, GroupView, OfferedTransfer
+from kvconnect.disaggregation.prefill_reads import AcceptedRead, OfferedTransfer
+from kvconnect.disaggregation.wire_blocks import GroupView
 from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, identify
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
+from kvconnect.types import Endpoint, FailureCause, JobId, Origin, Rank, Span, TransferId
 
 BLOCKS, TOKENS, LAYERS = 4, 4, 2
 VIEW = GroupView(1, LAYERS, tuple(range(LAYERS)))
@@ -117,21 +123,21 @@ class SourceMachine(RuleBasedStateMachine):
             self.ordered[order.transfer] += 1
             self.carry_out(self.machine.withdraw(order))
 
-    def carry_out(self, actions: Sequence[prefill_planner.Action]) -> None:
+    def carry_out(self, actions: Sequence[prefill_actions.Action]) -> None:
         for action in actions:
-            assert not isinstance(action, prefill_planner.DropPeer), action
-            if isinstance(action, prefill_planner.SendPages):
+            assert not isinstance(action, prefill_actions.DropPeer), action
+            if isinstance(action, prefill_actions.SendPages):
                 key = action.peer, action.read_id
                 self.in_flight.append((*key, self.of[key]))
                 assert self.prompts[key] == PROMPTS[self.of[key]], "pages of another prompt"
                 layers = [action.number] if action.number < LAYERS else range(LAYERS)
                 for layer in layers if key == (HONEST, 1) else ():
                     self.got.update((layer, action.first + i) for i in range(len(action.ids)))
-            elif isinstance(action, prefill_planner.CancelRead):
+            elif isinstance(action, prefill_actions.CancelRead):
                 self.stopping.append((action.peer, action.read_id))
-            elif isinstance(action, prefill_planner.RefuseRead):
+            elif isinstance(action, prefill_actions.RefuseRead):
                 self.refused |= action.peer == HONEST
-            elif isinstance(action, prefill_planner.ReportNotice | prefill_planner.ReportServed):
+            elif isinstance(action, prefill_actions.ReportNotice | prefill_actions.ReportServed):
                 self.tell(action.notice)
 
     def tell(self, notice: TransferEvent) -> None:
@@ -298,13 +304,13 @@ class ReaderMachine(RuleBasedStateMachine):
         job = Receive(JobId(self.jobs), "r", TRANSFERS[0], source, spans, tokens, True, 10.0)
         self.carry_out(self.machine.receive(job, [origin.endpoint], self.now))
 
-    def carry_out(self, actions: Sequence[decode_planner.Action]) -> None:
+    def carry_out(self, actions: Sequence[decode_actions.Action]) -> None:
         for action in actions:
-            if isinstance(action, decode_planner.RequestPages):
+            if isinstance(action, decode_actions.RequestPages):
                 self.asked[action.peer] = action.read_id
-            elif isinstance(action, decode_planner.CancelReceive | decode_planner.ConfirmRead):
+            elif isinstance(action, decode_actions.CancelReceive | decode_actions.ConfirmRead):
                 self.cancelled.append((action.peer, action.read_id))
-            elif isinstance(action, decode_planner.ReportFinished):
+            elif isinstance(action, decode_actions.ReportFinished):
                 job = int(action.report.job)
                 self.finished[job] += 1
                 self.failures[job] = len(action.report.failures)
@@ -461,7 +467,7 @@ def test_a_source_that_ends_the_job_of_another_is_found(monkeypatch: pytest.Monk
 
     def fail(
         self: DecodePlanner, peer: int, read_id: int, cause: FailureCause
-    ) -> list[decode_planner.Action]:
+    ) -> list[decode_actions.Action]:
         owner = next((known for known, number in self._reads if number == read_id), peer)
         return failed(self, owner, read_id, cause)
 

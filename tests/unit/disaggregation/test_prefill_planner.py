@@ -12,18 +12,17 @@ from hypothesis import strategies as st
 
 from kvconnect.disaggregation import prefill_planner as machine
 from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
-from kvconnect.disaggregation.prefill_planner import (
+from kvconnect.disaggregation.prefill_actions import (
     Action,
     AnnounceReady,
     CancelRead,
-    GroupView,
-    PrefillPlanner,
     RefuseRead,
     ReportNotice,
     ReportServed,
     SendAlive,
 )
-from kvconnect.disaggregation.prefill_reads import wire_ids
+from kvconnect.disaggregation.prefill_planner import PrefillPlanner
+from kvconnect.disaggregation.wire_blocks import GroupView, wire_ids
 from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.types import FailureCause, Rank
 from tests.unit.disaggregation.prefill_steps import (

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("torch")
 
 from kvconnect.disaggregation.decode_executor import DecodeExecutor
-from kvconnect.disaggregation.decode_planner import Origin
 from kvconnect.disaggregation.messages import DisaggregationInstructions, Keep, PrefillSource
 from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
 from kvconnect.disaggregation.states import SessionState
@@ -21,7 +20,7 @@ from kvconnect.protocol.messages import Decline, GroupHello, Hello, Reject, Rene
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.base import Disconnect, Event, PeerDown, PeerId, PeerMessage, PeerUp
 from kvconnect.transport.inproc import InprocTransport
-from kvconnect.types import Endpoint, FailureCause, Rank, TransferId
+from kvconnect.types import Endpoint, FailureCause, Origin, Rank, TransferId
 
 GROUP = GroupHello(
     block_tokens=16,

@@ -37,7 +37,7 @@ def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
 
 def keys(names: BlockNames, asked: Any, salt: str = "") -> list[bytes]:
     hashes = hashes_of(asked.all_token_ids, salt)
-    wanted = names.wanted(asked, [hashes], (0, len(hashes) * SIZE))
+    wanted = names.wanted(asked, [hashes], 0, len(hashes) * SIZE)
     return [wanted.key(0, block_hash) for block_hash in hashes]
 
 
@@ -63,21 +63,21 @@ def test_pages_of_blocks_are_the_blocks_of_other_engines() -> None:
             now = [*start, *tokens[len(start) : length]]
             asked = request(now, cache_salt=salt)
             hashes = hashes_of(now, salt)
-            wanted = names.wanted(asked, [hashes], (0, length))
+            wanted = names.wanted(asked, [hashes], 0, length)
             found = dict(wanted.page_keys((0, it) for it in hashes))
             assert list(found) == [wanted.key(0, it) for it in hashes]
             ends = [b"%d" % end for end in range(2, length + 1, 2)]
-            small = BlockNames((CacheGroup(2),), Adapters()).wanted(asked, [ends], (0, length))
+            small = BlockNames((CacheGroup(2),), Adapters()).wanted(asked, [ends], 0, length)
             theirs = [small.key(0, end) for end in ends]
             pages = zip(theirs[::2], theirs[1::2], strict=False)
             assert list(found.values()) == list(pages)
         names.forget("r")
         assert not names._page_names
-        images = names.wanted(request(tokens, mm_features=["an image"]), [[b"h"]], (0, 4))
+        images = names.wanted(request(tokens, mm_features=["an image"]), [[b"h"]], 0, 4)
         assert not dict(images.page_keys([(0, b"h")]))
     one = BlockNames(FULL, Adapters())  # control: blocks that are one page
     hashes = hashes_of(tokens)
-    assert not one.wanted(request(tokens), [hashes], (0, 4)).page_names and not one._page_names
+    assert not one.wanted(request(tokens), [hashes], 0, 4).page_names and not one._page_names
 
 
 def test_page_sizes_that_cannot_be_used() -> None:
@@ -103,7 +103,7 @@ def test_images_and_several_kinds_of_attention_go_by_vllms_hashes() -> None:
     several = (CacheGroup(SIZE), CacheGroup(SIZE, window=8))
     assert not named_by_tokens(several) and not named_by_tokens(several[1:])
     names = BlockNames(several, Adapters())
-    wanted = names.wanted(request(tokens), [hashes_of(tokens)] * 2, (0, 8))
+    wanted = names.wanted(request(tokens), [hashes_of(tokens)] * 2, 0, 8)
     assert wanted.key(1, b"x") == block_key(ZEROS, 1, b"x")
 
 

@@ -48,7 +48,7 @@ def blocks(**fields: Any) -> tuple[list[bytes], list[bytes]]:
         **given,
     )
     (hashes,) = translate.group_hashes(request, GROUPS, TOKENS)
-    wanted = BlockNames(GROUPS, Adapters()).wanted(request, [hashes], (0, 12))
+    wanted = BlockNames(GROUPS, Adapters()).wanted(request, [hashes], 0, 12)
     return list(hashes), [wanted.key(0, name) for name in hashes]
 
 

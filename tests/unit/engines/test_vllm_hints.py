@@ -19,6 +19,7 @@ from kvconnect.offload.planner import OffloadLimits, OffloadPlan
 from kvconnect.protocol.cache_hints import ACTION_TYPE, ACTION_VERSION
 from kvconnect.protocol.options import OPTIONS_KEY
 from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.types import Block
 
 TOKENS, SLOTS = 4, 8
 HASHES = [[b"a", b"b"]]
@@ -50,7 +51,7 @@ def sent(plan: OffloadPlan, params: Any, actions: list[KvHintAction] | None) -> 
     add_hints(plan, request, lambda _: HASHES, 0.0)
     slots = [plan.index.reserve(0, block_hash) for block_hash in HASHES[0]]
     plan.index.commit([slot for slot in slots if slot is not None])
-    plan.hints.settled([(0, block_hash) for block_hash in HASHES[0]], [], 0.0)
+    plan.hints.settled([Block(0, block_hash) for block_hash in HASHES[0]], [], 0.0)
     plan.hints.finish("r", 0.0)
     plan.check()
 

@@ -18,7 +18,7 @@ from kvconnect.engines.vllm.handoff_pages import total_kv_heads
 from kvconnect.engines.vllm.tier_stores import records_for_all
 from kvconnect.engines.vllm.translate import long_ropes
 from kvconnect.errors import Incompatible, Refused
-from kvconnect.offload.index import RemovedBlock
+from kvconnect.types import Block
 
 
 def config(tp: int, total: int, **fields: int) -> Any:
@@ -177,7 +177,7 @@ def test_events_say_all_that_a_block_s_hash_is_made_of() -> None:
     log.planned(request, hashes, blocks)
     log.planned(asked(), [[b"c" * 32]], [(0, 0)])  # control: nothing but tokens
     log.settled([(0, b"a" * 32), (1, b"b" * 32), (0, b"c" * 32)])
-    log.removed([RemovedBlock(0, b"a" * 32)])
+    log.removed([Block(0, b"a" * 32)])
     events: list[Any] = list(log.take())
     assert [event.extra_keys for event in events[:3]] == [
         [("poet", "tenant")],

@@ -13,7 +13,7 @@ from kvconnect.offload.index import HostIndex
 from kvconnect.offload.retention import Retention
 from kvconnect.protocol.cache_hints import HintsRead, read_hints
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import FailureCause
+from kvconnect.types import Block, FailureCause
 
 SLOTS, TOKENS = 16, 4
 PROMPT = [f"p{n}".encode() for n in range(4)]
@@ -36,7 +36,7 @@ class Bench:
 
     def end(self, hashes: list[bytes], slots: list[int], now: float = 0.0) -> None:
         self.index.commit(slots)
-        self.hints.settled([(0, block_hash) for block_hash in hashes], [], now)
+        self.hints.settled([Block(0, block_hash) for block_hash in hashes], [], now)
 
     def store(self, hashes: list[bytes]) -> None:
         self.end(hashes, self.begin(hashes))
@@ -184,7 +184,7 @@ def test_what_is_not_stored_is_waited_for_no_longer() -> None:
     bench.add({"pin": 60})
     slots = bench.begin(PROMPT[:1])
     assert bench.hints.finish("r", 0.0) == {"pending": 1, "missing": 3}
-    bench.hints.settled([], [(0, PROMPT[0])], 1.0)
+    bench.hints.settled([], [Block(0, PROMPT[0])], 1.0)
     bench.index.abandon(slots)
     assert bench.outcomes() == {"missing": 4}
     assert not bench.hints._waiting

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import make_policy
-from kvconnect.offload.index import CONDEMNED, FREE, PENDING, READY, HostIndex, RemovedBlock
+from kvconnect.offload.index import CONDEMNED, FREE, PENDING, READY, HostIndex
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import FailureCause
+from kvconnect.types import Block, FailureCause
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 STATS = OffloadingConnectorStats()  # of tests that do not look at it
@@ -129,7 +129,7 @@ def test_a_full_tier_evicts_and_says_what() -> None:
     put(index, B, group=1)
     put(index, C)
     stats = OffloadingConnectorStats()
-    assert index.take_removed(stats) == [RemovedBlock(0, A)] and index.evictions == 1
+    assert index.take_removed(stats) == [Block(0, A)] and index.evictions == 1
     assert index.take_removed(stats) == []
     assert stats.data["counters"] == {"evicted_blocks": {"host": 1}}
     assert not index.has(0, A) and index.has(1, B) and index.has(0, C)
@@ -167,7 +167,7 @@ def test_a_block_that_goes_while_read_keeps_its_slot_until_read(remove: str) -> 
     index.pin([slot])
     if remove == "quarantine":
         index.quarantine(slot, FailureCause.COPY, STATS)
-        assert index.take_removed(STATS) == [RemovedBlock(0, A)]
+        assert index.take_removed(STATS) == [Block(0, A)]
     else:
         index.clear()
         assert index.take_removed(STATS) == []  # the caller cleared everything and knows
@@ -193,7 +193,7 @@ def test_quarantine_happens_once_and_only_to_what_can_be_loaded() -> None:
         index.quarantine(each, FailureCause.DIGEST, stats)
     assert not index.has(0, A) and index.has(0, B)
     assert stats.data["counters"] == {"quarantined_blocks": {"digest": 1}}
-    assert index.take_removed(stats) == [RemovedBlock(0, A)] and index.evictions == 0
+    assert index.take_removed(stats) == [Block(0, A)] and index.evictions == 0
     index.check()
 
 

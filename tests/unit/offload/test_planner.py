@@ -8,7 +8,7 @@ import pytest
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.offload.eviction import make_policy
-from kvconnect.offload.index import HostIndex, RemovedBlock
+from kvconnect.offload.index import HostIndex
 from kvconnect.offload.ledger import Owner
 from kvconnect.offload.messages import FailedBlock, JobReport, LoadBlocks, StoreBlocks
 from kvconnect.offload.planner import (
@@ -20,7 +20,7 @@ from kvconnect.offload.planner import (
     hits_by_tier,
 )
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.types import FailureCause, Tier
+from kvconnect.types import Block, FailureCause, Tier
 
 FULL = (CacheGroup(4),)
 HYBRID = (CacheGroup(4), CacheGroup(4, window=5))
@@ -247,7 +247,7 @@ def test_use_by_a_load_or_a_store_keeps_a_prompt() -> None:
         else:
             store(plan, "r3", prompt("a", 2), first_block=20)
         store(plan, "r4", prompt("c", 2), first_block=30)
-        assert plan.take_removed() == [RemovedBlock(0, b"b1"), RemovedBlock(0, b"b0")]
+        assert plan.take_removed() == [Block(0, b"b1"), Block(0, b"b0")]
         assert counted(plan, "evicted_blocks") == {"host": 2}
         assert plan.take_removed() == [] and counted(plan, "evicted_blocks") == {"host": 2}
 
@@ -293,7 +293,7 @@ def test_a_request_whose_load_failed_gets_nothing_from_then_on(cause: FailureCau
     plan.add_request("r2")
     quarantined = cause in (FailureCause.DIGEST, FailureCause.COPY)
     assert plan.match("r2", [hashes], 0, 12) == (4 if quarantined else 12)
-    assert plan.take_removed() == ([RemovedBlock(0, b"a1")] if quarantined else [])
+    assert plan.take_removed() == ([Block(0, b"a1")] if quarantined else [])
     assert counted(plan, "evicted_blocks") == {}
     plan.finish_request("r1", [hashes])
     plan.add_request("r1")  # the name is used again, by another request

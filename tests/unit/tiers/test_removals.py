@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key
 from kvconnect.offload.eviction import make_policy
-from kvconnect.offload.hint_plan import Block, HintPlan
+from kvconnect.offload.hint_plan import HintPlan
 from kvconnect.offload.index import HostIndex
 from kvconnect.protocol.cache_hints import read_hints
 from kvconnect.stats import OffloadingConnectorStats
@@ -28,6 +28,7 @@ from kvconnect.tiers.messages import (
     WriteBackBlocks,
 )
 from kvconnect.tiers.removals import DroppedBlock, Removals, absent
+from kvconnect.types import Block
 
 TOKENS = 4
 SLOTS = 16
@@ -75,7 +76,7 @@ class Bench:
         """The store of a block ends."""
         self.index.commit([slot])
         self.fresh = [slot]
-        self.hints.settled([(0, block_hash)], [], now)
+        self.hints.settled([Block(0, block_hash)], [], now)
         self.fresh = []
         self.plan.write_backs.stored(0, block_hash, key(block_hash))
 
@@ -213,7 +214,7 @@ def test_a_block_that_is_being_prefetched_is_dropped_too(found: bool) -> None:
     slot = bench.index.reserve(0, PROMPT[0])
     assert slot is not None
     assert bench.hint("drop", PROMPT[:1]) == {"pending": 1}
-    blocks = [(0, PROMPT[0])]
+    blocks = [Block(0, PROMPT[0])]
     if found:
         bench.index.commit([slot])
     else:

@@ -231,13 +231,9 @@ def _record(segments: dict[int, Segment], at: int) -> tuple[Segment, int]:
     return segments[at >> _ROW], at & (1 << _ROW) - 1
 
 
-def _blocks(records: Iterable[tuple[Segment, int]]) -> Iterator[Block]:
+def _blocks(records: Iterable[tuple[Segment, int]]) -> Iterator[tuple[bytes, int]]:
     for segment, row in records:
         yield segment.rows.keys[row], segment.rows.lengths[row]
-
-
-Block = tuple[bytes, int]
-"""Key, and length of the payload in bytes."""
 
 
 class TenantQuota:
@@ -254,8 +250,11 @@ class TenantQuota:
     def __repr__(self) -> str:
         return f"<TenantQuota of {self._max_bytes} bytes, {len(self.held)} tenants>"
 
-    def update(self, added: Iterable[Block], removed: Iterable[Block]) -> None:
-        """Count blocks that were added to the index and removed from it."""
+    def update(
+        self, added: Iterable[tuple[bytes, int]], removed: Iterable[tuple[bytes, int]]
+    ) -> None:
+        """Count blocks that were added to the index and removed from it, each as its key and the
+        length of its payload in bytes."""
         held = self.held
         for key, length in added:  # inlined, since a restart adds a million blocks
             tenant = key[:TENANT_BYTES]
