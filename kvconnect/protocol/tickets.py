@@ -1,9 +1,10 @@
-"""Tickets, which allow a decode engine one hand-off.
+"""Tickets: the right to one hand-off, and where an engine serves the blocks of its host memory.
 
 A ticket travels through routers and clients inside ``kv_transfer_params``. It is text: base64url
 of msgpack and an HMAC-SHA256 over it. Nothing else in that dict is trusted: addresses, sizes and
 block ids there belong to other connectors' protocols. The key is the one that engines prove to
-each other on connections. With an empty key, a ticket is only as trustworthy as the network.
+each other on connections. With an empty key, a ticket of a hand-off is only as trustworthy as the
+network, and no other one is issued or accepted.
 """
 
 from __future__ import annotations
@@ -12,41 +13,52 @@ import base64
 import binascii
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from enum import Enum
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kvconnect.errors import Misuse, ProtocolError, Refused
+from kvconnect.protocol.addresses import check_address
 from kvconnect.protocol.codec import NO_CONTROLS, decode_struct
 from kvconnect.types import Endpoint
 
-MAX_TICKET = 8192
-"""Limit on a ticket's text, in characters: fits the addresses of about 200 workers."""
+MAX_TICKET = 12288
+"""Limit on a ticket's text, in characters: fits the addresses of about 300 workers."""
+
+MOST_SHARING = 128
+"""Limit on the workers in a ticket of the scope ``share``: as many always fit."""
 
 CLOCK_SKEW_S = 30.0
 """Seconds that a reader's clock may be ahead of the issuer's."""
 
 _DOMAIN = b"kvconnect ticket\0"
-_VERSION = 1
+_VERSION = 2
 _INT64_MAX = (1 << 63) - 1
 _MAC_BYTES = 32
 _Engine = Annotated[str, Meta(max_length=256, pattern=NO_CONTROLS)]
 _Size = Annotated[int, Meta(ge=1, le=1024)]
 _Number = Annotated[int, Meta(ge=0, le=_INT64_MAX)]
-_T = TypeVar("_T")
+
+
+class Scope(str, Enum):
+    """What a ticket is for."""
+
+    HANDOFF = "handoff"  # read one transfer, or with a standing ticket one of each request
+    SHARE = "share"  # ask for blocks of host memory, which a peer with the key may do anyway
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The right to read one transfer, or an engine's standing ticket.
+    """A ticket of an engine.
 
     Attributes:
-        transfer: transfer id of 16 bytes; empty on a standing ticket, as each request has its own.
+        transfer: transfer id of 16 bytes; empty on a standing ticket, as each request has its own,
+            and where nothing is handed off.
         engine_id, epoch: the issuer and its incarnation.
         endpoints: addresses of the issuer's workers, one per rank of ``tp`` x ``pp``.
-        tokens: prompt tokens that are offered; 0 on a standing ticket.
+        tokens: prompt tokens that are offered; 0 without ``transfer``.
         expires: Unix time in seconds.
         peer: the only engine that may use the ticket; None allows any.
     """
@@ -61,6 +73,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     tokens: _Number = 0
     expires: Annotated[float, Meta(ge=0, le=1 << 40)]
     peer: _Engine | None = None
+    scope: Scope = Scope.HANDOFF
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -71,30 +84,48 @@ def issue(ticket: Ticket, key: bytes) -> str:
     """Return a ticket's signed text.
 
     Raises:
-        Misuse: the text would be longer than ``MAX_TICKET``.
+        Misuse: the text would be longer than ``MAX_TICKET``, or anybody could sign such a ticket
+            because ``key`` is empty.
     """
-    return seal(_ENCODER.encode(ticket), key, _DOMAIN)
+    if ticket.scope is not Scope.HANDOFF and not key:
+        raise Misuse(f"a ticket of the scope {ticket.scope.value} is not issued without a key")
+    body = _ENCODER.encode(ticket)
+    text = _text(body + _mac(body, key))
+    if len(text) > MAX_TICKET:
+        raise Misuse(f"a ticket of {len(text)} characters, at most {MAX_TICKET} are allowed")
+    return text
 
 
 def verify(
-    text: object, key: bytes, now: float, reader: str = "", also: Sequence[bytes] = ()
+    text: object,
+    keys: Sequence[bytes],
+    now: float,
+    reader: str = "",
+    scope: Scope = Scope.HANDOFF,
 ) -> Ticket:
     """Verify a ticket's text and return the ticket.
 
     Args:
         text: the ticket as a client sent it; of any type.
+        keys: those that are accepted: several while keys are changed.
         now: Unix time in seconds.
         reader: id of the engine that uses the ticket.
-        also: other accepted keys, while keys are changed.
+        scope: what it is used for.
 
     Raises:
         Refused: field ``ticket``; the message says what is wrong.
     """
-    ticket = unseal(text, (key, *also), _DOMAIN, _DECODER)
+    if scope is not Scope.HANDOFF:
+        keys = [key for key in keys if key]
+        if not keys:
+            raise _refused("cannot be checked without a key: set key_file")
+    ticket = _unseal(text, keys)
     if ticket.version != _VERSION:
         raise _refused(f"is of version {ticket.version}, version {_VERSION} is known here")
+    if ticket.scope is not scope:
+        raise _refused(f"has the scope {ticket.scope.value}, not {scope.value}")
     if ticket.expires + CLOCK_SKEW_S < now:
-        raise _refused(f"expired {now - ticket.expires:.0f} s ago: the decode engine was too late")
+        raise _refused(f"expired {now - ticket.expires:.0f} s ago: it was used too late")
     if ticket.peer not in (None, reader):
         raise _refused(f"is for engine {ticket.peer!r}, not for {reader!r}")
     if len(ticket.transfer) not in (0, 16):
@@ -103,26 +134,7 @@ def verify(
     return ticket
 
 
-def seal(body: bytes, key: bytes, domain: bytes) -> str:
-    """Return the signed text of a ticket's bytes. ``domain`` is the kind of ticket.
-
-    Raises:
-        Misuse: the text would be longer than ``MAX_TICKET``.
-    """
-    text = _text(body + _mac(body, key, domain))
-    if len(text) > MAX_TICKET:
-        raise Misuse(f"a ticket of {len(text)} characters, at most {MAX_TICKET} are allowed")
-    return text
-
-
-def unseal(
-    text: object, keys: Sequence[bytes], domain: bytes, decoder: msgspec.msgpack.Decoder[_T]
-) -> _T:
-    """Return the ticket in a text that :func:`seal` made with one of the keys.
-
-    Raises:
-        Refused: field ``ticket``; the message says what is wrong.
-    """
+def _unseal(text: object, keys: Sequence[bytes]) -> Ticket:
     if not isinstance(text, str):
         raise _refused(f"is missing or no text (a {type(text).__name__})")
     if len(text) > MAX_TICKET:
@@ -134,27 +146,12 @@ def unseal(
     if _text(raw) != text:  # stray bits after the last byte, or the other base64 alphabet
         raise _refused("is not base64url")
     body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
-    if not any(hmac.compare_digest(_mac(body, key, domain), mac) for key in keys):
+    if not any(hmac.compare_digest(_mac(body, key), mac) for key in keys):
         raise _refused("was cut, changed, or issued with another key: check key_file on both sides")
     try:
-        return decode_struct(decoder, body)
+        return decode_struct(_DECODER, body)
     except ProtocolError as error:
         raise _refused(f"cannot be read: {error}") from error
-
-
-def parse_host(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Parse an IP address in its usual spelling.
-
-    Raises:
-        ValueError: ``host`` is anything else. A zone ("::1%eth0") is refused because it may be any
-            text, on which sockets fail.
-    """
-    address = ipaddress.ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    # Sockets write a mapped IPv4 address with dots; Python does so from 3.13 on.
-    if "%" in host or host not in (str(address), f"::ffff:{mapped}"):
-        raise ValueError(f"{host!r} has a zone or is not the usual spelling")
-    return address
 
 
 def _check_endpoints(ticket: Ticket) -> None:
@@ -171,26 +168,12 @@ def _check_endpoints(ticket: Ticket) -> None:
         check_address(endpoint.host, endpoint.port)
 
 
-def check_address(host: str, port: int, source: str = "the ticket") -> None:
-    """Raise :class:`Refused` (field ``ticket``) unless a worker may listen at this address, which
-    ``source`` names."""
-    try:
-        address = parse_host(host)
-    except ValueError as error:
-        why = f"{source} names a host that is no IP address: {error}"
-        raise Refused("ticket", why) from error
-    if address.is_unspecified or address.is_multicast:
-        raise Refused("ticket", f"{source} names a host that cannot be connected to: {address}")
-    if not 1 <= port <= 0xFFFF:
-        raise Refused("ticket", f"{source} names port {port}")
-
-
 def _text(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
-def _mac(body: bytes, key: bytes, domain: bytes) -> bytes:
-    return hmac.digest(key, domain + body, hashlib.sha256)
+def _mac(body: bytes, key: bytes) -> bytes:
+    return hmac.digest(key, _DOMAIN + body, hashlib.sha256)
 
 
 def _refused(why: str) -> Refused:

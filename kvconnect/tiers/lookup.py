@@ -13,7 +13,7 @@ from kvconnect.bounded import remember
 from kvconnect.cache.groups import CacheGroup, leading_group, longest_prefix
 from kvconnect.cache.keys import PREFIX_BYTES, block_key
 from kvconnect.offload.index import HostIndex
-from kvconnect.protocol.share_tickets import Addresses
+from kvconnect.protocol.addresses import Addresses
 from kvconnect.tiers.messages import SECONDARY_TIERS
 from kvconnect.types import Block, Tier
 

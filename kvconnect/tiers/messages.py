@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from kvconnect.protocol.share_tickets import Addresses
+from kvconnect.protocol.addresses import Addresses
 from kvconnect.types import JobId, Tier
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.errors import Corrupt, contained
 from kvconnect.offload.host_arena import HostArena
-from kvconnect.protocol.share_tickets import Addresses
+from kvconnect.protocol.addresses import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.threads import ThreadKind, failed, make
 from kvconnect.tiers.backends import BlockOutcome, Store, Usage

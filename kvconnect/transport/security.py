@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kvconnect.config import NetworkConfig
 from kvconnect.errors import ConfigError
-from kvconnect.protocol.tickets import parse_host
+from kvconnect.protocol.addresses import parse_host
 from kvconnect.secret_files import OTHERS_WRITE, check_owner, read_secret
 from kvconnect.transport.base import Security
 from kvconnect.user_folders import key_folder

@@ -12,7 +12,7 @@ from typing import Any
 from kvconnect import threads
 from kvconnect.bounded import remember
 from kvconnect.config import Config
-from kvconnect.protocol.tickets import check_address
+from kvconnect.protocol.addresses import check_address
 from kvconnect.types import Endpoint
 
 _MOST_RANKS = 1024  # in one direction

@@ -133,7 +133,7 @@ class DisaggregationScheduler:
             if hello.address is not None
         )
         self.tickets.source = replace(self.tickets.source, endpoints=endpoints)
-        self.tickets.shares.greet(hellos)
+        self.tickets.shares.greet(hellos, self.tickets.source)
         self._sends = self._sends and bool(endpoints)
         self._receives = self._receives and all(hello.receives for hello in hellos.values())
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from kvconnect.disaggregation.messages import PrefillSource
 from kvconnect.engines.vllm.messages import WorkerHello
 from kvconnect.errors import Refused
+from kvconnect.protocol.addresses import Addresses
 from kvconnect.protocol.cache_hints import IgnoredHint
-from kvconnect.protocol.options import OPTIONS_KEY, SHARE, SOURCE
-from kvconnect.protocol.share_tickets import (
-    MOST_WORKERS,
+from kvconnect.protocol.options import (
+    OPTIONS_KEY,
+    SHARE,
     SHARE_EXPIRY_KEY,
     SHARE_TICKET_KEY,
-    Addresses,
-    issue_share,
-    verify_share,
+    SOURCE,
 )
+from kvconnect.protocol.tickets import MOST_SHARING, Scope, Ticket, issue, verify
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import Keys
+from kvconnect.types import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +37,21 @@ class ShareTickets:
     def __init__(self, keys: Keys, stats: OffloadingConnectorStats) -> None:
         self._keys = keys
         self._stats = stats
-        self._own: Addresses = ()  # of this engine's workers; () if it issues no tickets
+        self._own: PrefillSource | None = None  # None: it issues no tickets
         self._asked: set[str] = set()  # requests for a ticket
         self._sources: dict[str, Addresses] = {}  # by request
         self._logged = False
 
-    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
-        """Take the workers' addresses."""
-        found = tuple(h.serves for _, h in sorted(hellos.items()) if h.serves is not None)
-        signs = bool(self._keys.current()[0]) and len(found) <= MOST_WORKERS
-        self._own = found if signs and len(found) == len(hellos) else ()
+    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], engine: PrefillSource) -> None:
+        """Take the addresses of the workers of ``engine``, which is this one."""
+        found = tuple(
+            Endpoint(tp_rank, pp_rank, *hello.serves)
+            for (pp_rank, tp_rank), hello in sorted(hellos.items())
+            if hello.serves is not None
+        )
+        signs = bool(self._keys.current()[0]) and 0 < len(found) <= MOST_SHARING
+        serves = signs and len(found) == len(hellos)
+        self._own = replace(engine, endpoints=found) if serves else None
 
     def add_request(self, req_id: str, params: Mapping[str, Any]) -> None:
         """Note what a new request's ``kv_transfer_params`` ask for, and the source that they
@@ -57,14 +65,15 @@ class ShareTickets:
             return
         key, also = self._keys.current()
         try:
-            named = verify_share(options[SOURCE], (key, *also), time.time())
+            ticket = verify(options[SOURCE], (key, *also), time.time(), scope=Scope.SHARE)
         except Refused as error:
             self._stats.count("ignored_cache_hints", label=IgnoredHint.INVALID.value)
             level = logging.DEBUG if self._logged else logging.WARNING
             logger.log(level, "request %s: its source is ignored: %s", req_id, error)
             self._logged = True
             return
-        if not set(named) & set(self._own):
+        named = _addresses(ticket.endpoints)
+        if self._own is None or not set(named) & set(_addresses(self._own.endpoints)):
             self._sources[req_id] = named
 
     def source(self, req_id: str) -> Addresses:
@@ -78,5 +87,20 @@ class ShareTickets:
         if req_id not in self._asked:
             return answer
         self._asked.remove(req_id)
-        text = issue_share(self._own, time.time() + SHARE_TICKET_S, self._keys.current()[0])
+        own = self._own
+        assert own is not None  # else the request was not noted
+        ticket = Ticket(
+            engine_id=own.engine_id,
+            epoch=own.epoch,
+            endpoints=own.endpoints,
+            tp=own.tp,
+            pp=own.pp,
+            expires=time.time() + SHARE_TICKET_S,
+            scope=Scope.SHARE,
+        )
+        text = issue(ticket, self._keys.current()[0])
         return {**(answer or {}), SHARE_TICKET_KEY: text, SHARE_EXPIRY_KEY: SHARE_TICKET_S}
+
+
+def _addresses(endpoints: tuple[Endpoint, ...]) -> Addresses:
+    return tuple((endpoint.host, endpoint.port) for endpoint in endpoints)

@@ -96,7 +96,7 @@ class TicketIssuer:
             Refused: the ticket is invalid, or for another transfer.
         """
         key, also = self._keys.current()
-        ticket = verify(asked.ticket, key, time.time(), self.source.engine_id, also)
+        ticket = verify(asked.ticket, (key, *also), time.time(), self.source.engine_id)
         if not asked.transfer_id:
             raise Refused(
                 "params", "transfer_id is missing: pass on the one that came with the ticket"

@@ -15,8 +15,13 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import Refused
-from kvconnect.protocol.options import OPTIONS_KEY, RECEIPT, SHARE
-from kvconnect.protocol.share_tickets import SHARE_EXPIRY_KEY, SHARE_TICKET_KEY
+from kvconnect.protocol.options import (
+    OPTIONS_KEY,
+    RECEIPT,
+    SHARE,
+    SHARE_EXPIRY_KEY,
+    SHARE_TICKET_KEY,
+)
 from kvconnect.router.requests.body import Body
 
 _PARAMS = "kv_transfer_params"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.circuit_breaker import CircuitBreaker
-from kvconnect.protocol.share_tickets import MOST_WORKERS, Addresses
+from kvconnect.protocol.addresses import Addresses
+from kvconnect.protocol.tickets import MOST_SHARING
 from kvconnect.tiers.peers.sources import CacheSources
 from kvconnect.transport.base import Disconnect, PeerId
 
@@ -15,7 +16,7 @@ GREET_S = 0.5
 """Seconds for which requests wait for a new connection; it stays, and later ones find it open."""
 IDLE_S = 600.0
 """Seconds after which the connection to a worker that no request names any more is closed."""
-MOST_NAMED = 2 * MOST_WORKERS
+MOST_NAMED = 2 * MOST_SHARING
 """Workers that are connected to because tickets name them; the others are forgotten."""
 
 _LONGEST_RETRY_S = 5.0  # engines of a fleet start within minutes of one another

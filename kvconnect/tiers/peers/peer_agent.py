@@ -20,6 +20,7 @@ from kvconnect.cache.head_shards import HeadUnit, merged
 from kvconnect.config import Config, listen_address
 from kvconnect.errors import KVConnectError, ProtocolError, contained
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.addresses import Addresses
 from kvconnect.protocol.cache_messages import (
     NONCE_BYTES,
     CacheHello,
@@ -32,7 +33,6 @@ from kvconnect.protocol.cache_messages import (
 )
 from kvconnect.protocol.codec import PROTOCOL, common_protocol
 from kvconnect.protocol.identity import Identity, Weights, other_weights
-from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import StoreMeter, parse_settings
 from kvconnect.tiers.peers.asking import Holders, Questions

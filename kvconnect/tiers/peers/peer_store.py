@@ -12,8 +12,8 @@ from itertools import chain
 from kvconnect.bounded import remember
 from kvconnect.cache.keys import group_of
 from kvconnect.errors import Misuse
+from kvconnect.protocol.addresses import Addresses
 from kvconnect.protocol.identity import Identity
-from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     BlockOutcome,

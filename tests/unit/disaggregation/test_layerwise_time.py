@@ -91,7 +91,7 @@ def test_tickets_follow_the_wall_clock_and_never_raise_anything_else() -> None:
     )
     text = issue(ticket, KEY)
     for now in (0.0, 1e9 - 86_400, 1e9, 1e9 + 30):  # set back, or in time
-        assert verify(text, KEY, now) == ticket
+        assert verify(text, (KEY,), now) == ticket
     for now in (1e9 + 61, 1e9 + 86_400, 1e18):
         with pytest.raises(Refused, match="expired"):
-            verify(text, KEY, now)
+            verify(text, (KEY,), now)

@@ -11,14 +11,35 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvconnect.disaggregation.messages import PrefillSource
 from kvconnect.engines.vllm.messages import WorkerHello
 from kvconnect.engines.vllm.shares import SHARE_TICKET_S, ShareTickets
-from kvconnect.protocol.share_tickets import MOST_WORKERS, issue_share, verify_share
+from kvconnect.protocol.tickets import MOST_SHARING, Scope, Ticket, issue, verify
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import Keys
+from kvconnect.types import Endpoint
 
 KEY = b"a key that all engines hold"
 THERE = (("10.0.0.2", 7900),)
+
+
+def share(host: str, port: int, expires: float, key: bytes = KEY) -> str:
+    """A ticket of an engine with one worker."""
+    endpoints = (Endpoint(0, 0, host, port),)
+    ticket = Ticket(
+        engine_id="p",
+        epoch=5,
+        endpoints=endpoints,
+        tp=1,
+        pp=1,
+        expires=expires,
+        scope=Scope.SHARE,
+    )
+    return issue(ticket, key)
+
+
+def endpoints_of(text: object, now: float) -> tuple[Endpoint, ...]:
+    return verify(text, [KEY], now, scope=Scope.SHARE).endpoints
 
 
 def hellos(*ports: int | None) -> dict[tuple[int, int], WorkerHello]:
@@ -32,7 +53,8 @@ def hellos(*ports: int | None) -> dict[tuple[int, int], WorkerHello]:
 
 def engine(*ports: int | None, key: bytes = KEY) -> ShareTickets:
     made = ShareTickets(Keys(key), OffloadingConnectorStats())
-    made.greet(hellos(*(ports or (7900,))))
+    ports = ports or (7900,)
+    made.greet(hellos(*ports), PrefillSource("e", 7, (), len(ports), 1))
     return made
 
 
@@ -57,10 +79,10 @@ def test_an_engine_s_ticket_has_the_addresses_of_all_its_workers_in_order() -> N
     answer = asked(engine(7900, 7901), {"share": True})
     assert answer is not None
     assert (answer["other"], answer["kvconnect_share_expires_in"]) == (1, SHARE_TICKET_S)
-    want = (("10.0.0.1", 7900), ("10.0.0.1", 7901))
+    want = (Endpoint(0, 0, "10.0.0.1", 7900), Endpoint(1, 0, "10.0.0.1", 7901))
     now = time.time()
-    assert verify_share(answer["kvconnect_share"], [KEY], now) == want
-    assert verify_share(answer["kvconnect_share"], [KEY], now + SHARE_TICKET_S) == want
+    assert endpoints_of(answer["kvconnect_share"], now) == want
+    assert endpoints_of(answer["kvconnect_share"], now + SHARE_TICKET_S) == want
 
 
 @pytest.mark.parametrize(
@@ -69,7 +91,7 @@ def test_an_engine_s_ticket_has_the_addresses_of_all_its_workers_in_order() -> N
         engine(None),
         engine(7900, None),
         engine(key=b""),
-        engine(*range(1, MOST_WORKERS + 2)),
+        engine(*range(1, MOST_SHARING + 2)),
         ShareTickets(Keys(KEY), OffloadingConnectorStats()),
     ],
 )
@@ -84,7 +106,7 @@ def test_nothing_else_is_answered_with_a_ticket(options: object) -> None:
 
 def test_a_request_s_source_is_kept_until_its_end() -> None:
     tickets = engine()
-    text = issue_share(THERE, time.time() + 9, KEY)
+    text = share("10.0.0.2", 7900, time.time() + 9)
     assert source(tickets, {"kvconnect": {"source": text}}) == THERE
     assert tickets.source("another") == ()
     assert tickets.finish("r", None) is None
@@ -98,10 +120,10 @@ def test_a_source_that_is_not_valid_is_ignored_counted_and_logged_once(
 ) -> None:
     tickets, now = engine(), time.time()
     bad = [
-        issue_share(THERE, now + 9, KEY)[:-1],
-        issue_share(THERE, now - 60, KEY),
-        issue_share(THERE, now + 9, b"another key"),
-        issue_share((("0.0.0.0", 1),), now + 9, KEY),
+        share("10.0.0.2", 7900, now + 9)[:-1],
+        share("10.0.0.2", 7900, now - 60),
+        share("10.0.0.2", 7900, now + 9, b"another key"),
+        share("0.0.0.0", 1, now + 9),
         "10.0.0.2:7900",
         {"address": "10.0.0.2:7900"},
         None,
@@ -118,11 +140,11 @@ def test_a_source_that_is_not_valid_is_ignored_counted_and_logged_once(
 
 def test_an_engine_is_not_its_own_source() -> None:
     tickets = engine(7900, 7901)
-    own = issue_share((("10.0.0.1", 7901),), time.time() + 9, KEY)
+    own = share("10.0.0.1", 7901, time.time() + 9)
     assert source(tickets, {"kvconnect": {"source": own}}) == ()
     assert ignored(tickets) == 0
 
 
 def test_addresses_outside_of_a_ticket_are_not_read() -> None:
     claims = {"remote_host": "10.0.0.2", "remote_port": 7900, "kvconnect_share": "text"}
-    assert source(engine(), {**claims, "source": issue_share(THERE, 1e12, KEY)}) == ()
+    assert source(engine(), {**claims, "source": share("10.0.0.2", 7900, 1e12)}) == ()

@@ -22,7 +22,7 @@ TRANSFER = bytes(range(16))
 def refused(text: object, key: bytes = KEY, now: float = NOW, **more: str) -> str:
     """The reason why a ticket is refused."""
     with pytest.raises(Refused) as caught:
-        verify(text, key, now, **more)
+        verify(text, (key,), now, **more)
     assert caught.value.field == "ticket"
     return str(caught.value)
 

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvconnect.errors import Misuse, Refused
-from kvconnect.protocol.tickets import CLOCK_SKEW_S, MAX_TICKET, Ticket, issue, parse_host, verify
+from kvconnect.protocol.addresses import parse_host
+from kvconnect.protocol.tickets import (
+    CLOCK_SKEW_S,
+    MAX_TICKET,
+    MOST_SHARING,
+    Scope,
+    Ticket,
+    issue,
+    verify,
+)
 from kvconnect.types import Endpoint
 
 KEY = b"a key that both sides hold"
@@ -30,12 +39,13 @@ TICKET = Ticket(
     tokens=99,
     expires=NOW + 30,
 )
+SHARE = replace(TICKET, transfer=b"", tokens=0, scope=Scope.SHARE)
 
 
 def refused(text: object, key: bytes = KEY, now: float = NOW, **more: str) -> str:
     """The reason why a ticket is refused."""
     with pytest.raises(Refused) as caught:
-        verify(text, key, now, **more)
+        verify(text, (key,), now, **more)
     assert caught.value.field == "ticket"
     return str(caught.value)
 
@@ -50,7 +60,7 @@ def sealed(body: bytes, key: bytes = KEY) -> str:
 @pytest.mark.parametrize("key", [KEY, b""])
 def test_a_ticket_comes_out_as_it_went_in(ticket: Ticket, key: bytes) -> None:
     text = issue(ticket, key)
-    assert verify(text, key, NOW) == ticket
+    assert verify(text, (key,), NOW) == ticket
     assert sealed(msgspec.msgpack.encode(ticket), key) == text
 
 
@@ -90,19 +100,51 @@ def test_a_long_ticket_is_refused_unread_and_never_issued() -> None:
 
 def test_a_ticket_for_200_workers_fits() -> None:
     many = tuple(Endpoint(n, 0, "255.255.255.255", 65535) for n in range(200))
-    assert verify(issue(replace(TICKET, endpoints=many, tp=200), KEY), KEY, NOW).tp == 200
+    assert verify(issue(replace(TICKET, endpoints=many, tp=200), KEY), (KEY,), NOW).tp == 200
+
+
+def test_a_share_ticket_for_the_most_workers_always_fits() -> None:
+    longest = "fdff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"
+    most = tuple(Endpoint(n, 0, longest, 65535) for n in range(MOST_SHARING))
+    ticket = replace(SHARE, engine_id="e" * 256, endpoints=most, tp=MOST_SHARING)
+    assert verify(issue(ticket, KEY), (KEY,), NOW, scope=Scope.SHARE) == ticket
+
+
+@pytest.mark.parametrize(("ticket", "other"), [(TICKET, Scope.SHARE), (SHARE, Scope.HANDOFF)])
+def test_a_ticket_is_good_for_its_scope_alone(ticket: Ticket, other: Scope) -> None:
+    text = issue(ticket, KEY)
+    assert verify(text, (KEY,), NOW, scope=ticket.scope) == ticket  # the control
+    with pytest.raises(Refused, match=f"has the scope {ticket.scope.value}, not {other.value}"):
+        verify(text, (KEY,), NOW, scope=other)
+
+
+def test_a_share_ticket_needs_a_key() -> None:
+    """Without one anybody could sign it, so it is neither issued nor accepted."""
+    with pytest.raises(Misuse, match="without a key"):
+        issue(SHARE, b"")
+    unsigned = sealed(msgspec.msgpack.encode(SHARE), b"")
+    with pytest.raises(Refused, match="without a key"):
+        verify(unsigned, (b"",), NOW, scope=Scope.SHARE)
+    with pytest.raises(Refused, match="another key"):
+        verify(unsigned, (KEY, b""), NOW, scope=Scope.SHARE)
+    assert verify(issue(TICKET, b""), (KEY, b""), NOW) == TICKET  # the control
+
+
+def test_while_keys_are_changed_both_are_good() -> None:
+    for text in (issue(TICKET, KEY), issue(TICKET, b"the next key")):
+        assert verify(text, (KEY, b"the next key"), NOW) == TICKET
 
 
 def test_a_ticket_expires_with_room_for_clocks_that_differ() -> None:
     text = issue(TICKET, KEY)
     last = TICKET.expires + CLOCK_SKEW_S
-    verify(text, KEY, last)
+    verify(text, (KEY,), last)
     assert "expired 31 s ago" in refused(text, now=last + 1)
 
 
 def test_a_ticket_for_one_engine_is_of_no_use_to_others() -> None:
     text = issue(replace(TICKET, peer="decode-1"), KEY)
-    assert verify(text, KEY, NOW, reader="decode-1").peer == "decode-1"
+    assert verify(text, (KEY,), NOW, reader="decode-1").peer == "decode-1"
     assert "decode-2" in refused(text, reader="decode-2")
     refused(text)
 
@@ -114,7 +156,7 @@ def test_a_ticket_of_many_places_is_refused_before_they_are_listed(
     monkeypatch.setattr("kvconnect.protocol.tickets.range", None, raising=False)
     assert "0 addresses that are not one each" in refused(text)
     with pytest.raises(TypeError):  # negative control: a ticket that fits has them listed
-        verify(issue(TICKET, KEY), KEY, NOW)
+        verify(issue(TICKET, KEY), (KEY,), NOW)
 
 
 def test_an_address_of_ipv4_in_ipv6_is_spelt_as_sockets_do() -> None:
@@ -164,7 +206,8 @@ def port(number: object) -> dict[str, Any]:
         ({"expires": float("inf")}, "cannot be read"),
         ({"transfer": b"short"}, "5 bytes, not 16"),
         ({"transfer": bytes(17)}, "cannot be read"),
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
+        ({"version": 3}, "version 3"),
     ],
 )
 def test_a_ticket_that_makes_no_sense_is_refused_whoever_issued_it(

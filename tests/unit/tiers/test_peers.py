@@ -20,6 +20,7 @@ from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import HostIndex
 from kvconnect.protocol import cache_messages
+from kvconnect.protocol.addresses import Addresses
 from kvconnect.protocol.cache_messages import (
     MAX_ASKED,
     Ask,
@@ -33,7 +34,6 @@ from kvconnect.protocol.cache_messages import (
     decode,
     encode,
 )
-from kvconnect.protocol.share_tickets import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import Promoted
 from kvconnect.tiers.backends import BlockOutcome

@@ -124,11 +124,11 @@ def test_tickets_are_good_with_either_key(tmp_path: Path) -> None:
     put(path, NEW)
     key, also = keys.current()
     assert (key, also) == (NEW.encode(), (OLD.encode(),))
-    assert verify(text, key, time.time(), "", also) == ticket
+    assert verify(text, (key, *also), time.time()) == ticket
     with pytest.raises(Refused):
-        verify(text, key, time.time())
+        verify(text, (key,), time.time())
     with pytest.raises(Refused):
-        verify(issue(ticket, OTHER.encode()), key, time.time(), "", also)
+        verify(issue(ticket, OTHER.encode()), (key, *also), time.time())
 
 
 @pytest.mark.parametrize("wrong", ["", "short", "a" * 64, None])
