@@ -37,3 +37,12 @@ def check_address(host: str, port: int, source: str = "the ticket") -> None:
         raise Refused("ticket", f"{source} names a host that cannot be connected to: {address}")
     if not 1 <= port <= 0xFFFF:
         raise Refused("ticket", f"{source} names port {port}")
+
+
+def source_of(host: str) -> str:
+    """Return the key by which connections and bytes of others are counted: the address, or an
+    IPv6 address's /64."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and not address.ipv4_mapped:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)

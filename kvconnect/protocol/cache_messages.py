@@ -173,6 +173,8 @@ def decode(data: bytes) -> CacheMessage:
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
     message = decode_struct(_DECODER, data)
-    if isinstance(message, Fetch) and len(set(message.units)) < len(message.units):
-        raise ProtocolError(f"fetch {message.fetch} names a unit twice")
+    if isinstance(message, Fetch):
+        for what, named in (("unit", message.units), ("block", message.keys)):
+            if len(set(named)) < len(named):
+                raise ProtocolError(f"fetch {message.fetch} names a {what} twice")
     return message

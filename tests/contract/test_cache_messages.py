@@ -52,7 +52,7 @@ MESSAGES: list[CacheMessage] = [
     Found(1, bytes([1, 0, 1]), [Place(0, 0, None), HIGHEST_PLACE]),
     Found(1, b"\1" * MAX_ASKED, [HIGHEST_PLACE] * MAX_ASKED),
     Fetch(1, 63, [WHOLE], [SHORT]),
-    Fetch(1, 0, list(range(1024)), [LONG] * MAX_FETCHED),
+    Fetch(1, 0, list(range(1024)), [LONG[:-2] + n.to_bytes(2, "big") for n in range(MAX_FETCHED)]),
     Sent(1, bytes(MAX_FETCHED)),
     Stop(1),
 ]
@@ -123,7 +123,7 @@ OUT_OF_RANGE: list[tuple[CacheMessage, str, list[object]]] = [
     (Fetch(1, 0, [0], [SHORT]), "fetch", NUMBER),
     (Fetch(1, 0, [0], [SHORT]), "group", [-1, 64, 1.5, "0", None, True]),
     (Fetch(1, 0, [0], [SHORT]), "units", [[], [0, 0], [-1], [1 << 16], list(range(1025)), None]),
-    (Fetch(1, 0, [0], [SHORT]), "keys", [*KEYS, [SHORT] * (MAX_FETCHED + 1)]),
+    (Fetch(1, 0, [0], [SHORT]), "keys", [*KEYS, [SHORT] * 2, [SHORT] * (MAX_FETCHED + 1)]),
     (Sent(1, b"\1"), "fetch", NUMBER),
     (Sent(1, b"\1"), "outcomes", [bytes(MAX_FETCHED + 1), "1", [1], None]),
     (Stop(1), "fetch", NUMBER),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -171,11 +171,14 @@ class Reads:
         outcomes: list[BlockOutcome],
     ) -> Iterator[_OpenRead]:
         """Yield the reads of blocks at ``places``, and note those that nobody has as ABSENT."""
-        by_holders: dict[tuple[Holders, int], list[int]] = defaultdict(list)
+        by_holders: dict[tuple[Holders, int, int], list[int]] = defaultdict(list)
+        times = Counter[bytes]()  # a fetch must not name a block twice
         for place in places:
-            by_holders[wanted[place].holders, wanted[place].page].append(place)
+            block = wanted[place]
+            by_holders[block.holders, block.page, times[block.key]].append(place)
+            times[block.key] += 1
         step = len(self._sources.groups[group])
-        for (holders, page), places in by_holders.items():
+        for (holders, page, _), places in by_holders.items():
             givers = self._givers(group, holders)
             if not givers:
                 for place in places:

@@ -228,6 +228,7 @@ class PeerAgent:
             if now - ticked >= _TICK_S:
                 ticked = now
                 self._dialler.tick(now)
+                self._serving.tick(now)
                 self._end_all()
             for event in self._transport.poll(_TICK_S):
                 with contained(partial(self._end, event.peer)):
@@ -247,6 +248,8 @@ class PeerAgent:
             copies = self._access.reads and not event.inbound and is_this_machine(host)
             nonce = os.urandom(NONCE_BYTES) if copies else b""
             self._peers[event.peer] = _Connection(event.inbound, host, path, nonce, event.ends)
+            if event.inbound:
+                self._serving.on_up(event.peer, host)
             hello = msgspec.structs.replace(self._hello, nonce=nonce)
             self._transport.submit(PeerMessage(event.peer, encode(hello)))
         elif isinstance(event, PeerDown):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 from kvconnect.errors import KVConnectError, ProtocolError
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.addresses import source_of
 from kvconnect.protocol.cache_messages import (
     WHOLE,
     Ask,
@@ -26,6 +29,7 @@ from kvconnect.tiers.backends.base import StoreMeter
 from kvconnect.tiers.peers.same_machine import OwnMemory
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.transport.base import (
+    Disconnect,
     Drained,
     OutgoingPages,
     PagesSent,
@@ -38,8 +42,14 @@ from kvconnect.types import TransferType
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 256 << 20
-"""Bytes that are being sent at a time. A fetch beyond them is answered with BUSY."""
+MOST_BYTES = 512 << 20
+"""Bytes that are being sent at a time, half of them to one address. A fetch beyond them is answered
+with BUSY."""
+
+FETCH_S = 10.0
+MIN_BYTES_PER_S = 16_000_000
+"""A fetch may take ``FETCH_S`` seconds plus the time of its bytes at this rate: a reader that is
+slower keeps bytes from others. It would have given up before."""
 
 _BURST_S = 1.0  # of a limited rate
 
@@ -63,21 +73,26 @@ class _Sending:
     blocks: Sequence[ServedBlock | None]
     nbytes: int
     orders: int  # that are not handed to the network yet
+    ends_by: float = math.inf  # set by the next tick
 
 
 class SendLimit:
-    """Limits the bytes that are being sent, and those sent per second (``rate``, 0: no limit)."""
+    """Limits the bytes that are being sent, in all and to one address, and those sent per second
+    (``rate``, 0: no limit)."""
 
     def __init__(self, rate: int, clock: Callable[[], float]) -> None:
         self._rate = rate
         self._clock = clock
         self._paid_until = 0.0  # when all bytes so far are within the rate
         self.nbytes = 0
+        self._to: Counter[str] = Counter()  # bytes by address
 
-    def admit(self, nbytes: int) -> bool:
+    def admit(self, nbytes: int, address: str) -> bool:
         """Return whether as many more bytes may be sent now, and count them if so. A fetch that is
-        larger than the limit is admitted alone."""
+        larger than a limit is admitted alone."""
         if self.nbytes and self.nbytes + nbytes > MOST_BYTES:
+            return False
+        if self._to[address] and self._to[address] + nbytes > MOST_BYTES // 2:
             return False
         if self._rate:
             now = self._clock()
@@ -85,11 +100,15 @@ class SendLimit:
                 return False
             self._paid_until = max(self._paid_until, now) + nbytes / self._rate
         self.nbytes += nbytes
+        self._to[address] += nbytes
         return True
 
-    def ended(self, nbytes: int) -> None:
+    def ended(self, nbytes: int, address: str) -> None:
         """Bytes are not being sent any more."""
         self.nbytes -= nbytes
+        self._to[address] -= nbytes
+        if not self._to[address]:
+            del self._to[address]
 
 
 class Serving:
@@ -116,6 +135,20 @@ class Serving:
         self._meter = meter
         self._memory = OwnMemory(host, served)
         self._sending: dict[tuple[PeerId, int], _Sending] = {}
+        self._addresses: dict[PeerId, str] = {}  # of readers, see source_of
+
+    def on_up(self, peer: PeerId, host: str) -> None:
+        """A reader has connected from this IP address."""
+        self._addresses[peer] = source_of(host)
+
+    def tick(self, now: float) -> None:
+        """End the readers that read too slowly; call this a few times per second."""
+        for (peer, fetch), sending in self._sending.items():
+            limit_s = FETCH_S + sending.nbytes / MIN_BYTES_PER_S
+            sending.ends_by = min(sending.ends_by, now + limit_s)
+            if now >= sending.ends_by:
+                why = f"fetch {fetch} of {sending.nbytes} bytes took longer than {limit_s:.0f} s"
+                self._transport.submit(Disconnect(peer, why))
 
     def tell_memory(self, peer: PeerId, nonce: bytes) -> None:
         """Tell a reader on this machine how to read the host tier itself."""
@@ -155,6 +188,7 @@ class Serving:
         self._memory.forget(peer)
         for number, fetch in [each for each in self._sending if each[0] == peer]:
             self._end(number, fetch)
+        self._addresses.pop(peer, None)
 
     def close(self) -> None:
         """The host tier will be freed."""
@@ -176,7 +210,7 @@ class Serving:
         blocks = self._intact([self.served.find(key) for key in fetch.keys], group)
         count = sum(block is not None for block in blocks)
         nbytes = count * size
-        if not count or not self._limit.admit(nbytes):
+        if not count or not self._limit.admit(nbytes, self._addresses[peer]):
             outcome = FetchOutcome.BUSY if count else FetchOutcome.ABSENT
             self._meter.refused(count)
             self._say(peer, Sent(fetch.fetch, bytes([outcome]) * len(blocks)))
@@ -217,7 +251,7 @@ class Serving:
     def _end(self, peer: PeerId, fetch: int) -> None:
         sending = self._sending.pop((peer, fetch), None)
         if sending is not None:
-            self._limit.ended(sending.nbytes)
+            self._limit.ended(sending.nbytes, self._addresses[peer])
 
     def _say(self, peer: PeerId, message: CacheMessage) -> None:
         self._transport.submit(PeerMessage(peer, encode(message)))

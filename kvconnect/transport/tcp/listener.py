@@ -14,6 +14,7 @@ from functools import partial
 
 from kvconnect.bounded import remember
 from kvconnect.errors import ProtocolError, Refused, contained
+from kvconnect.protocol.addresses import source_of
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.transport.base import UNAUTHENTICATED, PeerDown
 from kvconnect.transport.security import AccessPolicy, wrap
@@ -202,14 +203,6 @@ class Listener:
             self._rejections.say(host, reason, self._loop.now())
             if refused:
                 self._events.put(PeerDown(UNAUTHENTICATED, reason, refused))
-
-
-def source_of(host: str) -> str:
-    """Return the key by which connections are counted: the address, or an IPv6 address's /64."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address) and not address.ipv4_mapped:
-        return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(address)
 
 
 def oldest_of_busiest(unproven: Sequence[PendingConnection]) -> PendingConnection:

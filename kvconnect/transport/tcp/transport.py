@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -74,7 +75,8 @@ class TcpTransport(Transport):
         self._peers: dict[PeerId, Peer] = {}  # any thread: each use is one atomic operation
         self._closed = False
         # For the loop's thread.
-        self._inbound: dict[bytes, Peer] = {}  # by session
+        self._inbound: dict[bytes, Peer] = {}  # by session, oldest first
+        self._sources: dict[bytes, str] = {}  # the same, see source_of
         self._ending = False
         loop.start()
 
@@ -182,13 +184,30 @@ class TcpTransport(Transport):
                 raise ProtocolError(
                     f"peer requested {opening.connections} connections; limit is {MAX_CONNECTIONS}"
                 )
-            most = self._shared.options.max_peers
-            if len(self._inbound) >= most:
-                raise Refused("other", f"{most} peers are connected already (max_peers)")
+            if len(self._inbound) >= self._shared.options.max_peers:
+                self._make_room(pending.source)
             number = PeerId(next(self._numbers))
             peer = self._add_peer(number, opening, pending.address, inbound=True)
             self._inbound[opening.session] = peer
+            self._sources[opening.session] = pending.source
         peer.join(opening, pending.handshake.sock, pending.handshake.auth.rest)
+
+    def _make_room(self, source: str) -> None:
+        """End the newest peer of the address that has most, so that no address uses up the places
+        of others.
+
+        Raises:
+            Refused: no address has more than ``source`` would have.
+        """
+        most = self._shared.options.max_peers
+        counts = Counter(self._sources.values())
+        busiest = max(counts, key=lambda each: counts[each])
+        if counts[busiest] <= counts[source] + 1:
+            raise Refused("other", f"{most} peers are connected already (max_peers)")
+        session = next(key for key in reversed(self._sources) if self._sources[key] == busiest)
+        del self._sources[session]
+        held = f"{busiest} had {counts[busiest]} of {most} places (max_peers)"
+        self._inbound.pop(session).fail(f"{held}, and another address needs one")
 
     def _tick(self, now: float) -> None:
         self._listener.tick(now)
@@ -197,7 +216,8 @@ class TcpTransport(Transport):
 
     def _on_gone(self, peer: Peer) -> None:
         self._listener.drop(peer)
-        self._inbound.pop(peer.session, None)
+        if self._inbound.get(peer.session) is peer:
+            del self._inbound[peer.session], self._sources[peer.session]
         self._peers.pop(peer.number, None)
         if self._ending and not self._peers:
             self._shared.loop.stop()

@@ -190,7 +190,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiered_store, "threading", locks)
     monkeypatch.setattr(tiered_store, "make", make)
     monkeypatch.setattr(tiered_store, "failed", lambda *what: World.played.errors.append(what[-1]))
-    monkeypatch.setattr(serving, "MOST_BYTES", 2 * BLOCK)  # so that sources are busy at times
+    monkeypatch.setattr(serving, "MOST_BYTES", 4 * BLOCK)  # so that sources are busy at times
     process = SimpleNamespace(getpid=lambda: World.played.acting.pid)
     monkeypatch.setattr(same_machine, "os", process)
     monkeypatch.setattr(same_machine, "read_process", read_process)

@@ -286,6 +286,7 @@ def test_a_page_overwritten_while_it_is_sent() -> None:
     group = [GroupUnits({0: unit}, unit) for unit in page]
     limit = SendLimit(0, lambda: 0.0)
     side = Serving(network, served, host, [group], limit, StoreMeter())  # type: ignore[arg-type]
+    side.on_up(PEER, "10.0.0.1")
     names = [block_key(SHARED, 0, b"%d" % number) for number in range(6)]
     served.offer_pages([((names[0], names[1]), 3), ((names[2], names[3]), 1)])
     fetched = [names[0], names[2], names[4], names[1], names[3]]

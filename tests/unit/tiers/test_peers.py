@@ -52,7 +52,14 @@ from kvconnect.tiers.peers.dialling import IDLE_S, MOST_NAMED, Dialler
 from kvconnect.tiers.peers.fetching import Reads, Wanted
 from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
-from kvconnect.tiers.peers.serving import MOST_BYTES, GroupUnits, SendLimit, Serving
+from kvconnect.tiers.peers.serving import (
+    FETCH_S,
+    MIN_BYTES_PER_S,
+    MOST_BYTES,
+    GroupUnits,
+    SendLimit,
+    Serving,
+)
 from kvconnect.tiers.peers.sources import LATE_ANSWERS, CacheSources
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport import ConnectionOptions, Security, make_transport
@@ -466,6 +473,7 @@ class Source:
         limit = SendLimit(rate, lambda: self.now)
         network: Any = self.network
         self.side = Serving(network, self.served, self.host, [GROUP], limit, self.meter)
+        self.side.on_up(PEER, "10.0.0.1")
         for number in range(4):
             self.host.view(number)[:] = content(number)
             self.host.seal(number, BLOCK)
@@ -520,19 +528,84 @@ def test_a_source_sends_no_more_than_it_may() -> None:
     assert source.sent(3) == [Sent(3, bytes([FetchOutcome.SENT]))]
 
 
-@given(st.lists(st.integers(1, MOST_BYTES + 5), max_size=30), st.randoms())
-def test_the_bytes_being_sent_are_bounded(sizes: list[int], random: Any) -> None:
+ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, MOST_BYTES + 5), st.sampled_from(ADDRESSES)), max_size=30),
+    st.randoms(),
+)
+def test_the_bytes_being_sent_are_bounded(orders: list[tuple[int, str]], random: Any) -> None:
     limit = SendLimit(0, lambda: 0.0)
-    going: list[int] = []
-    for size in sizes:
-        if limit.admit(size):
-            going.append(size)
+    going: list[tuple[int, str]] = []
+    for order in orders:
+        mine = [size for size, address in going if address == order[1]]
+        if limit.admit(order[0], order[1]):
+            going.append(order)
+            assert not mine or sum(mine) + order[0] <= MOST_BYTES // 2
         else:
             assert going
-        assert sum(going) == limit.nbytes
-        assert limit.nbytes <= MOST_BYTES or len(going) == 1  # what is too large is sent alone
+        total = sum(size for size, _ in going)
+        assert total == limit.nbytes
+        assert total <= MOST_BYTES or len(going) == 1  # what is too large is sent alone
         while going and random.random() < 0.4:
-            limit.ended(going.pop(random.randrange(len(going))))
+            size, address = going.pop(random.randrange(len(going)))
+            limit.ended(size, address)
+    for size, address in going:
+        limit.ended(size, address)
+    assert not limit.nbytes and not limit._to
+
+
+def test_one_address_leaves_room_for_others() -> None:
+    limit = SendLimit(0, lambda: 0.0)
+    size = MOST_BYTES // 8
+    assert [limit.admit(size, "10.0.0.1") for _ in range(6)] == [True] * 4 + [False] * 2
+    assert limit.admit(size, "10.0.0.2")
+    limit.ended(size, "10.0.0.1")
+    assert limit.admit(size, "10.0.0.1")
+
+
+def test_a_reader_that_is_too_slow_over_a_whole_fetch_is_ended() -> None:
+    source = Source()
+    source.fetch(1, [0, 1])
+    limit_s = FETCH_S + 2 * HALF / MIN_BYTES_PER_S
+    source.side.tick(100.0)
+    source.side.tick(100.0 + limit_s - 0.1)
+    assert not any(isinstance(order, Disconnect) for order in source.network.orders)
+    source.side.tick(100.0 + limit_s)
+    (order,) = [each for each in source.network.orders if isinstance(each, Disconnect)]
+    assert order.peer == PEER and "took longer than" in order.reason
+
+
+def test_a_reader_that_is_fast_enough_is_not_ended() -> None:
+    source = Source()
+    for number in range(3):
+        now = number * FETCH_S
+        source.fetch(number, [0, 1])
+        source.side.tick(now)
+        source.sent(number)
+        source.side.tick(now + FETCH_S - 0.1)
+    assert not any(isinstance(order, Disconnect) for order in source.network.orders)
+
+
+def test_a_fetch_that_names_a_block_or_a_unit_twice_is_refused() -> None:
+    for units, keys in (([0], [key(1), key(2), key(1)]), ([1, 1], [key(1)])):
+        with pytest.raises(ProtocolError, match="twice"):
+            decode(encode(Fetch(1, 0, units, keys)))
+    assert decode(encode(Fetch(1, 0, [0, 1], [key(1), key(2)])))  # the control
+
+
+def test_a_block_that_is_wanted_in_two_slots_is_read_twice() -> None:
+    reading = Reading()
+    holders = frozenset({PEER})
+    wanted = [Wanted(key(1), slot, holders) for slot in (0, 1)]
+    thread, results = reading.start(lambda: reading.reads.read(0, wanted))
+    fetches = reading.asked(Fetch, 2)
+    assert [fetch.keys for fetch in fetches] == [[key(1)], [key(1)]]
+    for fetch in fetches:
+        reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([FetchOutcome.ABSENT])))
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.ABSENT] * 2]
 
 
 def test_a_stopped_fetch_ends_once_it_is_drained() -> None:
@@ -545,6 +618,7 @@ def test_a_stopped_fetch_ends_once_it_is_drained() -> None:
     assert source.sent(1) == []
     source.fetch(1, [0])  # the number is free again
     source.side.on_down(PEER)
+    source.side.on_up(PEER, "10.0.0.1")
     source.fetch(1, [0])
     with pytest.raises(ProtocolError, match="twice"):
         source.fetch(1, [0])

@@ -31,7 +31,7 @@ from kvconnect.transport.base import (
 )
 from kvconnect.transport.tcp import listener, send_queue
 from kvconnect.transport.tcp.control_connection import MAX_QUEUED_BYTES
-from tests.links import outcome, side, threads_after_close, through_proxy
+from tests.links import outcome, result, side, threads_after_close, through_proxy
 
 UNIT = plain_unit(64 << 10)
 PAGES = 64  # 4 MiB
@@ -505,6 +505,27 @@ def test_only_so_many_peers_are_let_in(caplog: pytest.LogCaptureFixture) -> None
         assert len(source.of(PeerUp)) == 2
         pair.check_works(1)
     assert "rejected: 2 peers are connected already (max_peers)" in caplog.text
+
+
+@pytest.mark.parametrize("greedy_at", ["10.0.0.1", "10.0.0.2"])
+def test_one_address_cannot_use_up_the_places_of_others(
+    greedy_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the addresses alike, the negative control: nobody has more than others would have."""
+    at = ["10.0.0.1"]
+    monkeypatch.setattr(listener, "source_of", lambda _: at[0])
+    with side() as greedy, side() as honest, side(max_peers=2) as source:
+        pair = ConnectedPair(greedy, source)
+        pair.connect()  # two peers with the first one
+        at[0] = "10.0.0.2" if greedy_at == "10.0.0.1" else at[0]
+        found = result(honest, pair.address)
+        if greedy_at == "10.0.0.1":
+            assert isinstance(found, PeerUp)
+            pair.until(lambda: greedy.of(PeerDown), "the end of the newest peer")
+            assert len(greedy.of(PeerDown)) == 1
+            pair.check_works(1)  # the older one goes on
+        else:
+            assert isinstance(found, PeerDown) and not greedy.of(PeerDown)
 
 
 def test_a_stranger_is_turned_away_in_time() -> None:

@@ -8,10 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvconnect.protocol.addresses import source_of
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening
 from kvconnect.transport import Security
 from kvconnect.transport.tcp import listener
-from kvconnect.transport.tcp.listener import RejectionLog, source_of
+from kvconnect.transport.tcp.listener import RejectionLog
 from tests.links import side
 
 KEY = b"k" * 32
