@@ -4,10 +4,10 @@
 
 Needs ``scripts/setup peers`` and ``scripts/setup sglang``. The Mooncake conversation trace
 (``benchmarks/serve``) is asked of fleets of two engines with the same tiny model, each engine on a
-core of its own (``benchmarks/machines.py``), behind the router that belongs to it. Every fleet is
-started for each of its turns, so that all begin with empty caches; the fleets take turns, round
-after round. All get the requests at the same times: at 70 % of the rate that two vLLM engines
-without a connector bear.
+core of its own (``benchmarks/machines.py``), behind the router that belongs to it; as texts, since
+smg takes no token ids. Every fleet is started for each of its turns, so that all begin with empty
+caches; the fleets take turns, round after round. All get the requests at the same times: at 70 % of
+the rate that two vLLM engines without a connector bear.
 
 Fleets: ``plain``, vLLM without a connector behind vllm-router; ``lmcache``, vLLM with LMCache's
 server behind vllm-router; ``kvconnect``, vLLM with KVConnect behind its router; ``nixl``, prefill
@@ -286,7 +286,7 @@ def measure(names: Sequence[str], requests: list[Request], rounds: int) -> dict[
     """Return the figures of fleets that take turns."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        replay = Replay(requests, parts.FULL, Path(folder))
+        replay = Replay(requests, parts.FULL, Path(folder), texts=True)
         with started(BASELINE) as fleet:
             replay.spread_for(fleet)
         for number in range(rounds):

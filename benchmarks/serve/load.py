@@ -28,6 +28,16 @@ parser = FlexibleArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
+# smg takes no prompts of token ids, which are what a trace's prompts are made of.
+_AS_TEXTS = """
+from vllm.benchmarks.datasets import datasets
+def as_texts(self, tokenizer, *args, ids=datasets.TimedTrace.sample, **options):
+    samples = ids(self, tokenizer, *args, **options)
+    for sample in samples:
+        sample.prompt = tokenizer.decode(sample.prompt)
+    return samples
+datasets.TimedTrace.sample = as_texts
+"""
 
 
 class LoadFailed(RuntimeError):
@@ -35,16 +45,17 @@ class LoadFailed(RuntimeError):
 
 
 def bench_serve(
-    port: int, tokenizer: Path, arguments: Sequence[str], limit_s: float
+    port: int, tokenizer: Path, arguments: Sequence[str], limit_s: float, texts: bool = False
 ) -> dict[str, Any]:
-    """Run vLLM's ``bench serve`` against a port; return what it saves.
+    """Run vLLM's ``bench serve`` against a port; return what it saves. ``texts``: the prompts of a
+    trace are sent as texts.
 
     Raises:
         LoadFailed: it ends with an error, or not within ``limit_s`` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            *(sys.executable, "-c", _BENCH_SERVE, "--backend", "vllm"),
+            *(sys.executable, "-c", _AS_TEXTS * texts + _BENCH_SERVE, "--backend", "vllm"),
             *("--host", "127.0.0.1", "--port", str(port), "--endpoint", "/v1/completions"),
             *("--model", "model", "--tokenizer", str(tokenizer), "--temperature", "0"),
             *("--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,90,99"),

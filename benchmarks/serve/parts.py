@@ -149,10 +149,13 @@ def doc_qa(variants: Mapping[str, Variant], sizes: Sizes) -> dict[str, float]:
 
 
 class Replay:
-    """A trace that is asked for at 70 % of the rate that the baseline bears."""
+    """A trace that is asked for at 70 % of the rate that the baseline bears. ``texts``: its prompts
+    are texts, not token ids."""
 
-    def __init__(self, requests: list[Request], sizes: Sizes, folder: Path) -> None:
-        self._requests, self._limit_s = requests, sizes.limit_s
+    def __init__(
+        self, requests: list[Request], sizes: Sizes, folder: Path, texts: bool = False
+    ) -> None:
+        self._requests, self._limit_s, self._texts = requests, sizes.limit_s, texts
         self._file = folder / "trace.jsonl"
 
     def calibrate(self, baseline: Variant) -> None:
@@ -193,6 +196,7 @@ class Replay:
                 *("--num-prompts", str(len(self._requests)), *arguments),
             ],
             self._limit_s,
+            self._texts,
         )
         complete(found, len(self._requests))
         return found
