@@ -42,6 +42,22 @@ LAYERS = (
 )
 """L0 to L10. An import goes to a lower layer or stays inside its folder; L0 is one folder."""
 
+ROUTER_LAYERS = (
+    {"policy"},
+    {"requests"},
+    {"api_keys", "freed_frames", "supervisor"},
+    {"options"},
+    {"connections", "decision", "flags", "metrics"},
+    {"fleet"},
+    {"tracing"},
+    {"http"},
+    {"cache_admin"},
+    {"admin"},
+    {"app"},
+)
+"""The same inside ``router/``: what chooses stands at the bottom and knows nothing of what asks it.
+Imports for type checking count too."""
+
 FOREIGN = {
     "msgspec": ("",),
     "torch": ("copy/", "offload/", "tiers/", "disaggregation/", "engines/", "testing/", "doctor/"),
@@ -124,6 +140,7 @@ PURE = (
     *("observability/metrics/catalog.py", "observability/metrics/router_catalog.py"),
     *("observability/metrics/model.py", "observability/metrics/rates.py"),
     *("router/policy/", "router/requests/", "router/api_keys.py", "router/options.py"),
+    "router/decision.py",
     "router/fleet/kv_events.py",
     *("router/fleet/pairing.py", "router/fleet/reports.py", "router/fleet/cache_reports.py"),
 )
@@ -246,6 +263,30 @@ def upward_imports(found: Iterable[Import]) -> list[str]:
         if layer(target) > layer(source) or layer(target) == layer(source) > 0:
             wrong.append(str(item))
     return wrong
+
+
+def upward_in_router(texts: dict[str, str]) -> list[str]:
+    """Imports inside ``router/`` that go up or sideways."""
+    floor = {name: number for number, names in enumerate(ROUTER_LAYERS) for name in names}
+    wrong = []
+    for path, text in texts.items():
+        if not path.startswith("router/") or path == "router/__init__.py":
+            continue
+        source = unit(path.removeprefix("router/"))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for name in router_parts(node):
+                    if name != source and floor[name] >= floor[source]:
+                        wrong.append(f"{path}:{node.lineno}: imports {name}")
+    return wrong
+
+
+def router_parts(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """The parts right under ``router/`` that an import statement loads."""
+    module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+    for name in [f"{module}{alias.name}" for alias in node.names]:
+        if name.startswith("kvconnect.router."):
+            yield name.split(".")[2]
 
 
 def misplaced_packages(found: Iterable[Import]) -> list[str]:

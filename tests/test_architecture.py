@@ -31,6 +31,7 @@ from tests.architecture import (
     repeated_files,
     unwatched_starts,
     upward_imports,
+    upward_in_router,
 )
 
 PACKAGE = Path(__file__).resolve().parents[1] / "kvconnect"
@@ -38,9 +39,6 @@ PACKAGE = Path(__file__).resolve().parents[1] / "kvconnect"
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("class methods", "engines/vllm/connector.py::KVConnect"): (
         "vLLM's connector interface asks for this many hooks in one class; each forwards one call"
-    ),
-    ("file lines", "router/exchange.py"): (
-        "the attempts of one request share its deadline, its outcome and the end of both requests"
     ),
     ("file lines", "engines/sglang/backend.py"): (
         "SGLang's interface of a transfer backend: one method for each of its calls, each contained"
@@ -59,6 +57,10 @@ IMPORTS = [item for path, text in TEXTS.items() for item in imports(path, text)]
 
 def test_imports_go_strictly_downward() -> None:
     assert upward_imports(IMPORTS) == []
+
+
+def test_imports_inside_the_router_go_down() -> None:
+    assert upward_in_router(TEXTS) == []
 
 
 def test_no_test_imports_another_one() -> None:
@@ -122,7 +124,7 @@ def test_a_module_has_one_topic_and_no_argument_is_packed() -> None:
 UNWATCHED = {
     "threads.py::Thread",  # supervises threads
     "router/supervisor.py::create_task",  # supervises tasks
-    "router/exchange.py::create_task",  # these wait for the task where they start it
+    "router/http/attempt.py::create_task",  # these wait for the task where they start it
     "router/connections/pool.py::ensure_future",
     "router/fleet/probe.py::create_task",
     "router/fleet/watch.py::ensure_future",
@@ -198,6 +200,28 @@ def test_a_bad_import_is_flagged(path: str, code: str) -> None:
 )
 def test_a_good_import_is_not_flagged(path: str, code: str) -> None:
     assert flagged(path, code) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "wrong"),
+    [
+        ("router/policy/choice.py", "from kvconnect.router.requests.body import Prompt", True),
+        ("router/policy/choice.py", "from kvconnect.router import options", True),
+        ("router/decision.py", "def f():\n    import kvconnect.router.http.reply", True),
+        (
+            "router/decision.py",
+            "if TYPE_CHECKING:\n    from kvconnect.router.fleet import engines",
+            True,
+        ),
+        ("router/metrics.py", "from kvconnect.router.decision import Decision", True),
+        ("router/http/reply.py", "from kvconnect.router.http.services import Services", False),
+        ("router/http/reply.py", "from kvconnect.router.policy.choice import Mode", False),
+    ],
+)
+def test_an_import_inside_the_router_is_flagged_if_it_goes_up(
+    path: str, code: str, wrong: bool
+) -> None:
+    assert bool(upward_in_router({path: code})) == wrong
 
 
 def test_a_pure_module_that_imports_an_impure_one_is_flagged() -> None:

@@ -23,12 +23,13 @@ from kvconnect import memory
 from kvconnect.router.admin import make_admin
 from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.connections.pool import ConnectionPool
-from kvconnect.router.exchange import Exchange, Services
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
 from kvconnect.router.http.draining import DrainingPrefills
+from kvconnect.router.http.exchange import Exchange
 from kvconnect.router.http.request_reader import RequestReader
+from kvconnect.router.http.services import Services
 from kvconnect.router.http.tenants import Tenant, Tenants
 from kvconnect.router.metrics import EngineLoads, RouterMetrics
 from kvconnect.router.options import RouterOptions

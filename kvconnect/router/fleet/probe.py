@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import time
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from kvconnect.errors import KVConnectError, Refused
 from kvconnect.router.connections.http1 import ConnectionLost, Exhausted, Unreachable, request_head
 from kvconnect.router.connections.pool import ConnectionPool, within
+from kvconnect.router.decision import handoff_bodies, mooncake_ticket
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.pairing import EnginePair
-from kvconnect.router.handoff_bodies import bodies, mooncake_ticket
 from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
 from kvconnect.router.policy.fleet_view import Role, Target
@@ -150,11 +152,12 @@ class Prober:
         body = engine_bodies.token_ids_body(
             shared[0], random.choices(_IDS, k=TOKENS), native=prefill.native
         )
-        asked, rest = bodies(choice, p, prefill, body)
+        asked, rest = handoff_bodies(choice, prefill.spec, body, partial(secrets.token_hex, 16))
         if mode is Mode.BOOTSTRAP:
             return (await _both(self._send(prefill, p, asked), self._send(decode, d, rest)))[1]
         said = await self._send(prefill, p, asked)
-        ticket = engine_bodies.ticket_of(said) or mooncake_ticket(prefill, p.target.rank, asked)
+        engine_id = prefill.info.engine_ids.get(p.target.rank or 0)
+        ticket = engine_bodies.ticket_of(said) or mooncake_ticket(prefill.spec, engine_id, asked)
         if ticket is None:
             raise ProbeFailed(ProbeOutcome.FAILED, "prefill offers no hand-off")
         # With it, vLLM would report the tokens that prefill had cached, not those received.

@@ -1,1 +1,1 @@
-"""HTTP of the router: admission, client requests and replies, requests to engines."""
+"""Client requests over HTTP: admission, attempts, calls of engines, replies."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,6 +25,7 @@ from kvconnect.router.metrics import CallOutcome, RouterMetrics
 from kvconnect.router.policy.choice import Cause, TargetChoice
 from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.engine_bodies import EngineRequest
 from kvconnect.router.tracing import CallSpan
 
 _EVENT_STREAM = "text/event-stream"
@@ -40,16 +41,6 @@ class EngineResponse:
     status: int
     content_type: str
     body: bytes
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """A request to an engine; ``body`` is JSON, None for a request without one."""
-
-    method: str
-    path: str
-    headers: Mapping[str, str]
-    body: bytes | None
 
 
 class EngineFailed(KVConnectError):

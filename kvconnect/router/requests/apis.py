@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvconnect.protocol.options import RECEIPT
 from kvconnect.router.policy.fleet_view import EngineKind
 from kvconnect.router.requests import engine_bodies
-from kvconnect.router.requests.body import Body, Prompt
 from kvconnect.router.requests.request_ids import RESPONSE_ID, RID
 
 _ALL = frozenset(EngineKind)
@@ -20,7 +18,7 @@ class Api(NamedTuple):
 
     Attributes:
         decode_only: one decode engine serves it alone, without a hand-off.
-        engines: kinds of engines that can serve it.
+        kinds: of engines that can serve it.
         salted: it computes KV, so the router adds the tenant's cache salt to the body.
         one_token: fields that make a prefill engine compute the prompt only.
         named_events: its server-sent events have names.
@@ -33,7 +31,7 @@ class Api(NamedTuple):
 
     path: str
     decode_only: bool = True
-    engines: frozenset[EngineKind] = _ALL
+    kinds: frozenset[EngineKind] = _ALL
     salted: bool = False
     one_token: Mapping[str, Any] = engine_bodies.ONE_TOKEN
     named_events: bool = False
@@ -41,24 +39,6 @@ class Api(NamedTuple):
     cached_details: bool = False
     sglang_id: str = ""
     method: str = "POST"
-
-    def streams_receipts(self, prompt: Prompt) -> bool:
-        """Return whether the answer to a prompt is a stream that can have one receipt."""
-        openai = not (self.decode_only or self.named_events)
-        return openai and prompt.streamed and prompt.single
-
-    def with_options(
-        self, engine: EngineKind, body: Body, hints: Mapping[str, Any], *, receipt: bool | str
-    ) -> Body:
-        """Return a body for an engine, with hints on its prompt's blocks and their source, where
-        the engine takes them; ``receipt``: the response shall say where the prompt's KV came from,
-        or the engine's KV events, under this nonce."""
-        if engine is EngineKind.VLLM and not self.decode_only:
-            options = {**hints, RECEIPT: receipt} if receipt else hints
-            return engine_bodies.options_body(body, options)
-        if engine is EngineKind.SGLANG and receipt and self.cached_details:
-            return engine_bodies.cached_details_body(body)
-        return body
 
 
 def _generates(path: str, **options: Any) -> Api:
@@ -77,8 +57,8 @@ APIS: tuple[Api, ...] = (
     _generates("/v1/chat/completions", takes_token_ids=True, cached_details=True),
     _generates("/v1/responses", one_token=_RESPONSES, named_events=True, sglang_id=RESPONSE_ID),
     # SGLang's /v1/messages takes no bootstrap room.
-    _generates("/v1/messages", engines=_VLLM_ONLY, named_events=True),
-    _generates(engine_bodies.SGLANG_GENERATE, engines=frozenset({EngineKind.SGLANG})),
+    _generates("/v1/messages", kinds=_VLLM_ONLY, named_events=True),
+    _generates(engine_bodies.SGLANG_GENERATE, kinds=frozenset({EngineKind.SGLANG})),
     *(Api(path, salted=True, sglang_id=RID) for path in _EMBEDDING),
     *(Api(path, salted=True) for path in _POOLING),
     *(Api(path) for path in _OTHERS),

@@ -61,6 +61,15 @@ class TicketKind(str, Enum):
     SHARE = "share"  # to read what it has cached
 
 
+class EngineRequest(NamedTuple):
+    """A request to an engine; ``body`` is JSON, None for a request without one."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes | None
+
+
 class EngineTicket(NamedTuple):
     """The text of a ticket, and the seconds for which it is valid."""
 

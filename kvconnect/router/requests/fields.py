@@ -42,35 +42,35 @@ class Permitted(NamedTuple):
     dropped: tuple[str, ...] = ()
 
 
-def permitted(engine: EngineKind, path: str, body: Body, permissions: Permissions) -> Permitted:
+def permitted(kind: EngineKind, path: str, body: Body, permissions: Permissions) -> Permitted:
     """Return the part of a client's body that may reach an engine of a kind.
 
     Raises:
         Refused: a field may not pass, and the answer would be another one without it.
     """
-    kind = DECISIONS[engine]
-    passed = kind.passed.get(_ALIASES.get(path, path), _NONE)
+    decisions = DECISIONS[kind]
+    passed = decisions.passed.get(_ALIASES.get(path, path), _NONE)
     dropped: tuple[str, ...] = ()
     if not body.keys() <= passed:
         listed = passed | permissions.named
         others = {name for name in body if name not in listed}
-        kept = {name for name in others if _passes(kind, name, permissions)}
-        dropped = tuple(sorted((others - kept) & kind.dropped))
+        kept = {name for name in others if _passes(decisions, name, permissions)}
+        dropped = tuple(sorted((others - kept) & decisions.dropped))
         body = {name: value for name, value in body.items() if name in kept or name not in others}
-    if kind is _SGLANG and _SAMPLING_PARAMS in body:
+    if decisions is _SGLANG and _SAMPLING_PARAMS in body:
         body = {**body, _SAMPLING_PARAMS: _client_sampling(body[_SAMPLING_PARAMS])}
     return Permitted(body, dropped)
 
 
-def _passes(kind: Decisions, name: str, permissions: Permissions) -> bool:
+def _passes(decisions: Decisions, name: str, permissions: Permissions) -> bool:
     """Return whether a field passes that neither the list of its path nor the operator names."""
-    if name in kind.own:
+    if name in decisions.own:
         return False
     if name == PRIORITY:
         return permissions.priority
-    if name in kind.dropped:
+    if name in decisions.dropped:
         return False
-    if name in kind.refused or permissions.listed_only:
+    if name in decisions.refused or permissions.listed_only:
         shown = name[:_SHOWN]
         fix = f"leave it out, or have the router started with --pass-field {shown}"
         raise Refused(shown, f"this router does not pass the field on: {fix}")

@@ -245,9 +245,9 @@ def test_sglangs_own_requests_go_to_sglang() -> None:
         (engine(0), engine(1, kind=EngineKind.SGLANG)),
     )
     assert {
-        chosen(view, kinds=GENERATE.engines, turn=turn).prefill.target.engine for turn in range(4)
+        chosen(view, kinds=GENERATE.kinds, turn=turn).prefill.target.engine for turn in range(4)
     } == {1}
-    several = chosen(view, kinds=GENERATE.engines, single=False)
+    several = chosen(view, kinds=GENERATE.kinds, single=False)
     assert (several.mode, several.reason) == (Mode.BOOTSTRAP, RoutingReason.DEFAULT)
 
 
@@ -261,7 +261,7 @@ def test_sglang_takes_several_prompts_but_not_several_answers() -> None:
     mixed = FleetView(view.prefill, (*view.decode, engine(1)))
     assert choose(mixed, several, FailedTargets(), RULES).decode.target == Target(1)
     with pytest.raises(Refused):  # vLLM knows no /generate
-        explain_no_choice(mixed, several._replace(kinds=GENERATE.engines))
+        explain_no_choice(mixed, several._replace(kinds=GENERATE.kinds))
     down = FleetView(view.prefill, (*view.decode, engine(1, up=False)))
     assert choose(down, several, FailedTargets(), RULES) is None
     assert "no decode engine of vLLM is up" in explain_no_choice(down, several)

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import web
 
-from kvconnect.router import exchange
-from kvconnect.router.http import request_reader
+from kvconnect.router.http import exchange, request_reader
 from kvconnect.router.http.admission import BodyMemory
 from tests.fakes.engine import (
     Bench,
@@ -172,9 +171,9 @@ async def test_control_a_body_that_a_traceback_keeps_is_seen(
     kept: list[BaseException] = []
     again = exchange.Exchange._try_again
 
-    def keeps(self: Any, failed: Any, losses: int, digest: Any) -> bool:
+    def keeps(self: Any, failed: Any, *asked: Any) -> bool:
         kept.append(failed)
-        return again(self, failed, losses, digest)
+        return again(self, failed, *asked)
 
     monkeypatch.setattr(exchange.Exchange, "_try_again", keeps)
     monkeypatch.setattr(exchange, "FreedFrames", nullcontext)

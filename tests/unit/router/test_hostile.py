@@ -38,9 +38,9 @@ def test_control_a_client_that_names_transfers_is_seen(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         fleet,
         "BEFORE",
-        "from kvconnect.router import outgoing; from kvconnect.router.requests import body; "
+        "from kvconnect.router import decision; from kvconnect.router.requests import body; "
         "body._ROUTERS_OWN = (); "
-        "outgoing.permitted = lambda engine, path, body, permissions: (body, ())",
+        "decision.permitted = lambda kind, path, body, permissions: (body, ())",
     )
     told = b'{"model":"fake","prompt":"a","ec_transfer_params":{"host":"10.99.99.99"}}'
     monkeypatch.setattr(requests, "texts", lambda: iter([("/v1/completions", told)]))

@@ -1,0 +1,163 @@
+"""One attempt at a request: a call of each chosen engine, until decode's answer begins.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, NamedTuple
+
+from kvconnect.errors import Refused
+from kvconnect.router.decision import ChosenEngines, Decision, Legs
+from kvconnect.router.fleet.engines import Engine
+from kvconnect.router.http.engine_call import EngineCall, Overhead
+from kvconnect.router.http.receipt_stream import ReceiptStream
+from kvconnect.router.http.renamed_stream import RenamedStream
+from kvconnect.router.http.reply import Reply
+from kvconnect.router.http.services import Services
+from kvconnect.router.policy.choice import Mode, RoutingChoice, TargetChoice
+from kvconnect.router.policy.fleet_view import Role
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.tracing import RequestSpans
+
+
+class Answer(NamedTuple):
+    """Decode's answer: its call, the first bytes, and what passes the rest of a stream on."""
+
+    call: EngineCall
+    first: bytes
+    passing: Reply | ReceiptStream | RenamedStream
+
+
+class Attempt:
+    """Calls the engines of one choice.
+
+    Attributes:
+        legs: what the engines are asked.
+        completed: set it once the answer has been passed on. Prefill may then end by itself.
+
+    Raises:
+        Refused: a field of the client's may not reach the engines.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        spans: RequestSpans,
+        reply: Reply,
+        decision: Decision,
+        choice: RoutingChoice,
+    ) -> None:
+        self._overhead = Overhead()
+        self._services, self._spans, self._reply = services, spans, reply
+        self._streams_receipt = decision.streams_receipt
+        self.legs = decision.legs(choice, self._chosen_engines(choice))
+        for name in self.legs.dropped:
+            services.metrics.count("dropped_fields", name)
+        self.completed = False
+
+    @asynccontextmanager
+    async def answer(self) -> AsyncIterator[Answer]:
+        """Yield the beginning of decode's answer. Leaving the block ends both calls.
+
+        Raises:
+            EngineFailed: an engine fails or is lost.
+            Rejected: one rejects the request.
+        """
+        services, legs = self._services, self.legs
+        mode = legs.choice.mode
+        decode = services.fleet.get(Role.DECODE, legs.choice.decode.target.engine)
+        prefill: asyncio.Task[None] | None = None
+        async with AsyncExitStack() as ends:
+            if legs.choice.prefill is not None:
+                prefilling = self._prefill(legs.choice.prefill)
+                if mode is Mode.PULL:
+                    with decode.awaited():
+                        await prefilling
+                    self._overhead.answered()
+                    self._reply.choice = legs.choice
+                else:
+                    prefill = asyncio.create_task(prefilling)
+                    ends.push_async_callback(self._end_prefill, prefill)
+            passing: Reply | ReceiptStream | RenamedStream = self._reply
+            if legs.client_ids is not None:
+                passing = RenamedStream(self._reply, legs.client_ids)
+            receipt: bool | str = services.options.listening.receipts
+            if self._streams_receipt and (owed := services.receipts.get(decode)):
+                awaited = ends.enter_context(owed.awaited())
+                passing, receipt = ReceiptStream(self._reply, awaited), awaited.nonce
+            call = await ends.enter_async_context(self._call(decode, legs.choice.decode))
+            beginning = self._begin(call, receipt)
+            first = await (beginning if prefill is None else _beginning(prefill, beginning))
+            if legs.merges and prefill is not None:
+                await prefill
+                first = _merged(legs, call, first)
+            services.metrics.added(mode, self._overhead.seconds)
+            yield Answer(call, first, passing)
+
+    async def _prefill(self, chosen: TargetChoice) -> None:
+        """Have the prompt computed, and give the answer to the legs."""
+        engine = self._services.fleet.get(Role.PREFILL, chosen.target.engine)
+        async with self._call(engine, chosen) as call:
+            await call.open(self.legs.prefill(), self._overhead.written)
+            answer: bytes | None = None
+            if call.streams:
+                await call.first_event()
+                await call.read()
+            else:
+                answer = await call.read()
+                if self._services.caches.indexes:
+                    found = engine_bodies.cached_tokens_of(answer)
+                    self._services.metrics.hit(chosen.hit, found)
+            try:
+                self.legs.prefilled(answer)
+            except Refused as error:
+                raise call.fail(str(error)) from error
+
+    async def _end_prefill(self, prefill: asyncio.Task[None]) -> None:
+        if self.completed:
+            self._services.draining_prefills.add(prefill)
+        else:
+            prefill.cancel()
+            await asyncio.gather(prefill, return_exceptions=True)
+
+    async def _begin(self, call: EngineCall, receipt: bool | str) -> bytes:
+        """Return the first bytes of decode's answer; all of them if it is not a stream."""
+        await call.open(self.legs.decode(receipt), self._overhead.written)
+        return await (call.first_event() if call.streams else call.read())
+
+    def _chosen_engines(self, choice: RoutingChoice) -> ChosenEngines:
+        fleet = self._services.fleet
+        decode = fleet.get(Role.DECODE, choice.decode.target.engine).spec
+        if choice.prefill is None:
+            return ChosenEngines(decode)
+        prefill = fleet.get(Role.PREFILL, choice.prefill.target.engine)
+        return ChosenEngines(decode, prefill.spec, prefill.info.engine_ids)
+
+    def _call(self, engine: Engine, chosen: TargetChoice) -> EngineCall:
+        span = self._spans.call(engine, chosen)
+        return EngineCall(self._services.client, self._services.metrics, engine, chosen, span)
+
+
+def _merged(legs: Legs, call: EngineCall, answer: bytes) -> bytes:
+    try:
+        return legs.merged(answer)
+    except Refused as error:
+        raise call.fail(str(error)) from error
+
+
+async def _beginning(prefill: asyncio.Task[None], decoding: Coroutine[Any, Any, bytes]) -> bytes:
+    """Return the first bytes of decode's answer; a failure of ``prefill`` ends the wait."""
+    decode = asyncio.create_task(decoding)
+    try:
+        await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
+        arrived = decode.done() and decode.exception() is None
+        if prefill.done() and not arrived:
+            prefill.result()
+        return await decode
+    finally:
+        if decode.cancel():
+            await asyncio.gather(decode, return_exceptions=True)

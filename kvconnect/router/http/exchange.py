@@ -1,0 +1,266 @@
+"""One client request: from its body to the last byte of its response, within one deadline.
+
+Until the first byte goes to the client, a failed attempt is aborted on both engines, and another
+pair is tried. After it, a failure ends the stream with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from aiohttp import web
+
+from kvconnect.errors import Refused
+from kvconnect.protocol.cache_hints import CacheHint
+from kvconnect.router.decision import ClientRequest, Decision
+from kvconnect.router.freed_frames import FreedFrames
+from kvconnect.router.http.admission import Busy
+from kvconnect.router.http.attempt import Answer, Attempt
+from kvconnect.router.http.engine_call import EngineFailed, EngineResponse, Rejected
+from kvconnect.router.http.receipt_stream import ReceiptStream
+from kvconnect.router.http.renamed_stream import RenamedStream
+from kvconnect.router.http.reply import Reply
+from kvconnect.router.http.request_reader import ParsedRequest
+from kvconnect.router.http.services import Services
+from kvconnect.router.http.tenants import Tenant
+from kvconnect.router.metrics import RequestOutcome
+from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, Unserved
+from kvconnect.router.policy.fleet_view import Role
+from kvconnect.router.policy.prefixes import PromptPrefix
+from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.apis import Api
+from kvconnect.router.requests.fields import Permissions
+from kvconnect.router.requests.retries import REFUSED_S, Withheld
+
+logger = logging.getLogger(__name__)
+
+_SESSION = "X-Session-Id"
+_FORWARDED = ("X-Request-Id", "traceparent", "tracestate")
+_AUTHORIZATION, _PRIORITY = "Authorization", "X-Vllm-Priority"
+_DEADLY = (
+    "two engines crashed within a minute while they worked on this request: it is refused for "
+    f"{REFUSED_S / 60:.0f} minutes"
+)
+_new_id = partial(secrets.token_hex, 16)
+
+
+class Exchange:
+    """Serves one request in the request's own task. Event loop only."""
+
+    def __init__(
+        self, services: Services, request: web.Request, api: Api, tenant: Tenant, turn: int
+    ) -> None:
+        self._services = services
+        self._request = request
+        self._api = api
+        self._tenant = tenant
+        named_events, hits = api.named_events, services.options.listening.hit_headers
+        self._reply = Reply(request, named_events=named_events, show_hits=hits)
+        self._spans = services.spans.of(request)
+        self._turn = turn  # number of the request
+        self._received_at = time.monotonic()
+        self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
+
+    async def serve(self) -> web.StreamResponse:
+        """Answer the request. The client's disconnect cancels this and both requests to engines."""
+        timeout_s = self._services.options.limits.timeout_s
+        try:
+            return await asyncio.wait_for(self._answer(), timeout_s)
+        except asyncio.TimeoutError:
+            self._outcome = RequestOutcome.TIMEOUT
+            message = f"not done within {timeout_s:g} seconds"
+            if self._reply.stream is None:
+                return self._reply.error(504, message)
+            await self._reply.break_off(message)
+            return self._reply.stream
+        except web.HTTPException:  # the body is encoded, too large, or too slow
+            self._outcome = RequestOutcome.REJECTED
+            raise
+        finally:
+            choice = self._reply.choice
+            chosen = None if choice is None else (choice.mode, choice.reason)
+            self._services.metrics.request(chosen, self._outcome)
+            self._spans.end(self._outcome, self._reply.status, choice)
+
+    async def _answer(self) -> web.StreamResponse:
+        try:
+            client, services = self._tenant.name, self._services
+            with (
+                FreedFrames(),
+                services.in_flight.enter(client),
+                services.retries.opened(),
+                services.bodies.allocation(client) as allocation,
+            ):
+                asked = await services.intake.read(
+                    self._request, self._api, self._tenant, allocation
+                )
+                async with self._spans.queue_wait(services.admission.enter()):
+                    decision = Decision(
+                        self._read(asked), services.rules, services.retries, _new_id
+                    )
+                    return await self._attempts(decision, asked.prefix)
+        except Busy as error:
+            self._outcome = RequestOutcome.REJECTED
+            return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
+        except Refused as error:
+            self._outcome = RequestOutcome.REJECTED
+            return self._reply.error(400, str(error))
+        except Unserved as error:
+            self._outcome = RequestOutcome.REJECTED
+            return self._reply.error(404, str(error))
+        except Rejected as error:
+            self._outcome = RequestOutcome.REJECTED
+            return self._reply.whole(error.answer)
+        except EngineFailed as error:
+            self._outcome = RequestOutcome.FAILED
+            if error.role is Role.DECODE and error.answer is not None:
+                choice = self._reply.choice
+                if choice is not None and choice.reason is RoutingReason.PUSH_FAILED:
+                    return self._reply.whole(_explained(error.answer))
+                return self._reply.whole(error.answer)
+            return self._reply.error(502, str(error))
+
+    def _read(self, asked: ParsedRequest) -> ClientRequest:
+        """Return what is decided about: the parsed request, with what is known beside its body."""
+        services, prompt, headers = self._services, asked.prompt, self._request.headers
+        listening = services.options.listening
+        base = asked.prefix is not None and services.fleet.is_base(prompt.model)
+        retain_s = min(prompt.retention_s, listening.retention_s)
+        return ClientRequest(
+            self._api,
+            asked.body,
+            prompt,
+            self._turn,
+            draw=random.random(),
+            session=headers.get(_SESSION, "") or prompt.session,
+            hits=services.caches.hits(asked.prefix, base=base),
+            headers=self._forwarded(headers),
+            permissions=Permissions(
+                listed_only=bool(listening.api_keys),
+                named=listening.pass_fields,
+                priority=self._tenant.priority,
+            ),
+            hints={CacheHint.RETAIN.value: retain_s} if retain_s else {},
+        )
+
+    def _forwarded(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Return the client's headers that engines get."""
+        names = list(_FORWARDED)
+        if self._services.options.listening.forward_authorization:
+            names.append(_AUTHORIZATION)
+        if self._tenant.priority:
+            names.append(_PRIORITY)
+        return {name: headers[name] for name in names if name in headers}
+
+    async def _attempts(
+        self, decision: Decision, prefix: PromptPrefix | None
+    ) -> web.StreamResponse:
+        """Try pairs of engines until one answers.
+
+        Raises:
+            EngineFailed: the last attempt failed, and there is nothing left to try.
+            Rejected: an engine rejects the request.
+        """
+        services = self._services
+        if decision.refused(time.monotonic()):
+            self._outcome = RequestOutcome.FAILED
+            services.metrics.count("withheld_retries", Withheld.DEADLY.value)
+            return self._reply.error(502, _DEADLY)
+        failure: EngineFailed | Rejected | None = None
+        try:
+            while True:
+                view = services.fleet.view()
+                choice = decision.choose(view)
+                self._spans.chosen(choice)
+                if choice is None:
+                    if failure is not None:
+                        raise failure
+                    self._outcome = RequestOutcome.FAILED
+                    return self._reply.error(503, decision.explain(view))
+                if isinstance(failure, EngineFailed):
+                    services.metrics.retry(failure.role, failure.cause)
+                self._reply.choice = choice
+                services.metrics.chosen(choice)
+                services.caches.sent(choice.targets, prefix)
+                try:
+                    with FreedFrames():
+                        return await self._attempt(decision, choice)
+                except Rejected as error:
+                    if not decision.rejected(view, choice, error.answer.status):
+                        raise
+                    failure = error
+                except EngineFailed as error:
+                    if not self._try_again(error, decision, choice):
+                        raise
+                    failure = error
+        finally:
+            failure = None  # its traceback holds this frame, and that the body
+
+    async def _attempt(self, decision: Decision, choice: RoutingChoice) -> web.StreamResponse:
+        attempt = Attempt(self._services, self._spans, self._reply, decision, choice)
+        async with attempt.answer() as answer:
+            if answer.call.streams:
+                response = await self._stream(answer, choice.mode, decision)
+            else:
+                response = self._whole(answer, attempt)
+            attempt.completed = self._outcome is RequestOutcome.OK
+            return response
+
+    def _try_again(self, error: EngineFailed, decision: Decision, choice: RoutingChoice) -> bool:
+        """Note how an attempt failed; return whether another one follows."""
+        # As text: who keeps log records must not keep the error's frames.
+        logger.warning("attempt to %s failed: %s", choice.mode.value, str(error))
+        self._services.fleet.recheck(choice)
+        retry = decision.failed(
+            choice, error.role, error.cause, crashed=error.crashed, now=time.monotonic()
+        )
+        if retry.withheld is not None:
+            self._services.metrics.count("withheld_retries", retry.withheld.value)
+        return retry.follows
+
+    def _whole(self, answer: Answer, attempt: Attempt) -> web.Response:
+        """Pass an answer on that is not a stream."""
+        call, body = answer.call, answer.first
+        self._outcome = RequestOutcome.OK
+        if self._services.options.listening.receipts:
+            self._spans.answered(body)
+        if attempt.legs.client_ids is not None:
+            body = attempt.legs.client_ids.shown(body)
+        return self._reply.whole(EngineResponse(200, call.content_type, body))
+
+    async def _stream(self, answer: Answer, mode: Mode, decision: Decision) -> web.StreamResponse:
+        """Pass a stream on as it arrives."""
+        call, first, passing = answer
+        self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
+        self._spans.first_byte()
+        stream = await self._reply.begin(call.content_type)
+        try:
+            await passing.write(first)
+            async for chunk in call.chunks(passing.forward):
+                await passing.write(chunk)
+            if isinstance(passing, ReceiptStream):
+                self._spans.receipt(await passing.end())
+            elif isinstance(passing, RenamedStream):
+                await passing.end()
+            await stream.write_eof()
+            self._outcome = RequestOutcome.OK
+        except EngineFailed as error:
+            self._outcome = RequestOutcome.BROKEN
+            if error.crashed:
+                decision.crashed(error.crashed, time.monotonic())
+            await self._reply.break_off(str(error))
+        except ConnectionError:  # the client disconnected
+            logger.debug("a client of %s left", self._request.path)
+        return stream
+
+
+def _explained(answer: EngineResponse) -> EngineResponse:
+    why = "the hand-off failed by push and by pull; the decode engine's log says why"
+    return replace(answer, body=engine_bodies.explained(answer.status, answer.body, why))
