@@ -258,7 +258,7 @@ def _by_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
         "diffusion": text.get("canvas_length") is not None,
         "cross": bool(config.get("is_encoder_decoder")),
     }
-    kinds = tuple(name for name, there in found.items() if there)
+    kinds = tuple(name for name, present in found.items() if present)
     whole = not layers or any("full" in kind or kind == "attention" for kind in layers)
     only_windows = found["window"] and not layers
     if not found["latent"] and not found["compressed"] and whole and not only_windows:

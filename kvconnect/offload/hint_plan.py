@@ -165,7 +165,9 @@ class HintPlan:
             if prompt.ended is not None:
                 self._count(Counter(outcomes.values()))
         lost = [self._waiting.pop(block, None) for block in dropped]
-        self._count({MISSING: sum(one is not None and one.ended is not None for one in lost)})
+        self._count(
+            {MISSING: sum(prompt is not None and prompt.ended is not None for prompt in lost)}
+        )
 
     def expire(self, now: float) -> None:
         """End the pins and retentions whose time is over."""
@@ -211,7 +213,7 @@ class HintPlan:
             self._index.remove(slots.values())
         else:
             later = self.written_first(slots)
-            self._demoting.update((it, block) for block, it in slots.items() if it in later)
+            self._demoting.update((slot, block) for block, slot in slots.items() if slot in later)
             self._index.policy.demote([slot for slot in slots.values() if slot not in later])
         return dict.fromkeys(slots, RELEASED[release])
 

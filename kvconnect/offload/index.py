@@ -195,8 +195,8 @@ class HostIndex:
             if (slot in self._storing) != (state == PENDING):
                 raise Misuse(f"slot {slot} in state {state} is wrongly being stored or not")
             block_hash = self._readable[slot]
-            there = self.slot_of(self._group[slot], block_hash) == slot
-            if there != (state == READY) or (block_hash and not there):
+            indexed = self.slot_of(self._group[slot], block_hash) == slot
+            if indexed != (state == READY) or (block_hash and not indexed):
                 raise Misuse(f"slot {slot} in state {state} is wrongly readable or not")
 
 

@@ -280,12 +280,12 @@ class OffloadPlan:
         index, holds = self.index, self.jobs.ledger.holds_block
         part = self._store_parts.get(number) or GroupBlocks(number, array("q"), array("q"))
         # Before any eviction: a slot that lost its block must not be touched any more.
-        there = index.ready_slots(number, hashes[blocks.start : blocks.stop])
-        index.policy.touch(there)
-        request.covered += len(there)
+        ready = index.ready_slots(number, hashes[blocks.start : blocks.stop])
+        index.policy.touch(ready)
+        request.covered += len(ready)
         new: list[int] = []
         stop = max(blocks.start, blocks.stop)
-        for block in blocks[len(there) :]:
+        for block in blocks[len(ready) :]:
             block_hash, block_id = hashes[block], block_ids[block]
             if index.has(number, block_hash) or block_id == NULL_BLOCK or holds(block_id):
                 continue

@@ -12,6 +12,7 @@ from kvconnect.types import TransferId
 TICKET_KEY = "kvconnect_ticket"
 STANDING_TICKET_KEY = "kvconnect_card"
 STANDING_TICKET_RANK_KEY = "kvconnect_card_rank"
+STANDING_TICKET_EXPIRY_KEY = "kvconnect_card_expires_in"
 
 _TRANSFER_ID = re.compile(r"[0-9a-fA-F]{32}")
 

@@ -156,7 +156,7 @@ class RouterHandlers:
         state: dict[str, Any] = {"status": status, "missing": [role.value for role in missing]}
         if _TENANT in request:
             for role in Role:
-                state[role.value] = {one.url: one.up for one in self._fleet.all(role)}
+                state[role.value] = {engine.url: engine.up for engine in self._fleet.all(role)}
             if not usable:
                 state["handoffs"] = self._fleet.failed_handoffs()
         return web.json_response(state, status=503 if missing else 200)

@@ -83,10 +83,10 @@ class CacheAdmin:
         self._salt(body, _taken(body, "api_key", str, ""))
         model = body["model"] = _taken(body, "model", str, "")
         engines = [
-            one
-            for one in self._fleet.all()
-            if one.up and one.spec.kind is EngineKind.VLLM and model in one.info.models
-            if not url or one.url == url.rstrip("/")
+            engine
+            for engine in self._fleet.all()
+            if engine.up and engine.spec.kind is EngineKind.VLLM and model in engine.info.models
+            if not url or engine.url == url.rstrip("/")
         ]
         if not engines:
             raise Refused("model", f"model {model!r}: no such vLLM engine is up and serves it")
@@ -95,8 +95,8 @@ class CacheAdmin:
             {**body, "max_tokens": 1, "stream": False}, {**hints, RECEIPT: True}
         )
         raw = engine_bodies.encoded(asked)
-        ranks = ((one, rank) for one in engines for rank in _ranks(one))
-        work = [self._ask(one, rank, path, raw) for one, rank in ranks]
+        ranks = ((engine, rank) for engine in engines for rank in _ranks(engine))
+        work = [self._ask(engine, rank, path, raw) for engine, rank in ranks]
         return web.json_response({"engines": await asyncio.gather(*work)})
 
     async def stats(self, request: web.Request) -> web.Response:
@@ -129,20 +129,20 @@ class CacheAdmin:
         if not self._fleet.is_base(model) or any(name in body for name in _ADAPTER):
             fix = f"name a base model, without {' and '.join(_ADAPTER)}"
             raise Refused("model", f"model {model!r}: the blocks of adapters are unknown: {fix}")
-        if not any(self._tells(one) for one in engines):
+        if not any(self._tells(engine) for engine in engines):
             raise Refused("events", f"events: no engine of {model!r} reports its blocks: {_FIX}")
         ids = (token_ids_of(body) or await self._tokenized(body, engines))[:most]
-        ranks = ((one, rank) for one in engines for rank in _ranks(one))
-        found = [self._found(one, rank, ids, salt) for one, rank in ranks]
+        ranks = ((engine, rank) for engine in engines for rank in _ranks(engine))
+        found = [self._found(engine, rank, ids, salt) for engine, rank in ranks]
         return web.json_response({"engines": found})
 
     def _named(self, model: str, url: str) -> list[Engine]:
         """Return the engines of a model and at a URL, each if given. Raises :class:`Refused`."""
         engines = [
-            one
-            for one in self._fleet.all()
-            if not model or model in one.info.models
-            if not url or one.url == url.rstrip("/")
+            engine
+            for engine in self._fleet.all()
+            if not model or model in engine.info.models
+            if not url or engine.url == url.rstrip("/")
         ]
         if not engines and (model or url):
             raise Refused("model", f"model {model!r}, url {url!r}: there is no such engine")
@@ -165,17 +165,17 @@ class CacheAdmin:
         """Return the token ids of a prompt, as one of its engines says. Raises :class:`Refused`."""
         raw = engine_bodies.encoded(body)
         why = "no engine is up"
-        for one in engines:
-            if not one.up:
+        for engine in engines:
+            if not engine.up:
                 continue
-            head = request_head(one.base, "POST", "/tokenize", {}, len(raw))
+            head = request_head(engine.base, "POST", "/tokenize", {}, len(raw))
             try:
-                status, answer = await self._pool.whole(one.base, head, raw, _REPORT_S)
+                status, answer = await self._pool.whole(engine.base, head, raw, _REPORT_S)
                 if status == 200:
                     return msgspec.json.decode(answer, type=_Tokenized).tokens
-                why = f"{one.url} answered {status}: {answer[:_SHOWN].decode(errors='replace')}"
+                why = f"{engine.url} answered {status}: {answer[:_SHOWN].decode(errors='replace')}"
             except (*_NO_ANSWER, msgspec.DecodeError) as error:
-                why = f"{one.url}: {error or 'no answer'}"
+                why = f"{engine.url}: {error or 'no answer'}"
         raise Refused("prompt", f"prompt: /tokenize gives no token ids of it, so send them: {why}")
 
     async def _report(self, engine: Engine) -> dict[str, Any]:
@@ -217,8 +217,8 @@ class CacheAdmin:
         except _NO_ANSWER as error:
             return {**named, "error": str(error) or "no answer"}
         if status != 200:
-            said = answer[:_SHOWN].decode(errors="replace")
-            return {**named, "error": f"{status}: {said}"}
+            text = answer[:_SHOWN].decode(errors="replace")
+            return {**named, "error": f"{status}: {text}"}
         try:
             ticket = engine_bodies.ticket_of(answer) or {}
             return {**named, **_read(ticket.get(OPTIONS_KEY, b"{}"))}

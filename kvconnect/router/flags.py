@@ -183,11 +183,11 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
     default, add = RouterOptions((), ()), parser.add_argument
-    one = parser.add_mutually_exclusive_group()
+    exclusive = parser.add_mutually_exclusive_group()
     what = "engines compute the prompts that they answer: name all with --decode, no hand-offs"
-    one.add_argument("--unified", action="store_true", help=what)
+    exclusive.add_argument("--unified", action="store_true", help=what)
     what = "ask decode only after prefill has answered"
-    one.add_argument("--pull", action="store_true", help=what)
+    exclusive.add_argument("--pull", action="store_true", help=what)
     add(
         "--push-min-tokens",
         type=int,

@@ -68,7 +68,7 @@ class InputKind(str, Enum):
     VERSION = "version"
     REGISTRY = "registry"  # of MooncakeConnector
     LOAD = "load"
-    STANDING_TICKET = "standing_ticket"
+    TICKET = "standing_ticket"  # of any kind
     FILE = "file"
     DNS = "dns"
     KUBERNETES = "kubernetes"
@@ -214,16 +214,16 @@ def _engine_series(role: Role, url: str) -> Iterable[tuple[str, tuple[str, ...]]
     yield "upstream_up", (name, url)
     for outcome in CallOutcome:
         yield "upstream_requests", (name, url, outcome.value)
-    for said in _EVENT_OUTCOMES:
-        yield "kv_events", (name, url, said)
-    for said in _REPORT_OUTCOMES:
-        yield "load_reports", (name, url, said)
+    for result in _EVENT_OUTCOMES:
+        yield "kv_events", (name, url, result)
+    for result in _REPORT_OUTCOMES:
+        yield "load_reports", (name, url, result)
     if role is Role.PREFILL:
-        for said in _TICKET_OUTCOMES:
-            yield "standing_ticket_fetches", (url, said)
+        for result in _TICKET_OUTCOMES:
+            yield "standing_ticket_fetches", (url, result)
     else:
-        for said in _RECEIPT_OUTCOMES:
-            yield "stream_receipts", (url, said)
+        for result in _RECEIPT_OUTCOMES:
+            yield "stream_receipts", (url, result)
 
 
 def _create_series(families: Mapping[str, Any]) -> None:

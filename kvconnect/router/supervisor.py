@@ -26,7 +26,7 @@ class TaskKind(str, Enum):
     PROBE = "probe"  # checks an engine's health
     LEARN = "learn"  # asks an engine for its models and version
     LOAD = "load"  # queries an engine's load
-    STANDING_TICKETS = "standing_tickets"  # renews an engine's tickets
+    TICKETS = "standing_tickets"  # renews an engine's tickets of all kinds
     EVENTS = "events"  # follows an engine's KV events
     HANDOFFS = "handoffs"  # starts hand-off probes that are due
     HANDOFF = "handoff"  # one hand-off probe

@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 from kvconnect.disaggregation.messages import PrefillSource
 from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.errors import Refused
-from kvconnect.protocol.handoff_request import STANDING_TICKET_KEY, TICKET_KEY, HandoffRequest
+from kvconnect.protocol.handoff_request import (
+    STANDING_TICKET_EXPIRY_KEY,
+    STANDING_TICKET_KEY,
+    TICKET_KEY,
+    HandoffRequest,
+)
 from kvconnect.protocol.tickets import Ticket, issue, verify
 from kvconnect.transport.security import Keys
 from kvconnect.types import TransferId
 
 STANDING_TICKET_S = 120.0  # routers renew it in time; an engine restart ends it at once
-CARD_EXPIRY_KEY = "kvconnect_card_expires_in"
 
 
 class AdmittedTransfer(NamedTuple):
@@ -65,7 +69,7 @@ class TicketIssuer:
             self._standing.remove(req_id)
             return {
                 STANDING_TICKET_KEY: self._issue(TransferId(b""), 0, STANDING_TICKET_S),
-                CARD_EXPIRY_KEY: STANDING_TICKET_S,
+                STANDING_TICKET_EXPIRY_KEY: STANDING_TICKET_S,
             }
         if transfer is None:
             return None

@@ -65,9 +65,9 @@ def largest_changes(sections: Sequence[Compared]) -> list[tuple[str, ComparisonR
 
 
 def _compared(name: str, sections: Sequence[Section | None]) -> Compared:
-    there = [section for section in sections if section]
+    present = [section for section in sections if section]
     rows = _rows([section.figures if section else {} for section in sections])
-    series = dict.fromkeys(title for section in there for title in section.series)
+    series = dict.fromkeys(title for section in present for title in section.series)
     return Compared(
         name,
         _rows([section.about if section else {} for section in sections]),

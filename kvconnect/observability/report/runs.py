@@ -95,11 +95,11 @@ def _history(frames: list[Snapshot]) -> Iterator[Section]:
     series: dict[str, dict[str, Points]] = defaultdict(lambda: defaultdict(list))
     kinds: dict[str, str] = {}
     for frame in sorted(frames, key=lambda each: each.at):
-        for one in frame.endpoints:
-            kinds[one.url] = one.kind or kinds.get(one.url, "")
-            for name, value in _values(one):
+        for endpoint in frame.endpoints:
+            kinds[endpoint.url] = endpoint.kind or kinds.get(endpoint.url, "")
+            for name, value in _values(endpoint):
                 if value is not None and math.isfinite(value):
-                    series[one.url][name].append((frame.at - began, value))
+                    series[endpoint.url][name].append((frame.at - began, value))
     counts: dict[str, int] = defaultdict(int)
     for url, kind in kinds.items():
         counts[kind] += 1
@@ -109,27 +109,27 @@ def _history(frames: list[Snapshot]) -> Iterator[Section]:
         yield Section(name, about, _means(moving), moving)
 
 
-def _values(one: EndpointFrame) -> Iterator[tuple[str, float | None]]:
+def _values(endpoint: EndpointFrame) -> Iterator[tuple[str, float | None]]:
     """Yield the figures that are drawn over time. A name ends in a comma and the unit."""
-    yield "up, 1 or 0", float(one.up)
-    if one.lookups:
-        yield "hit share, ratio", one.lookups.hit_share
-    for transfer in one.transfers:
+    yield "up, 1 or 0", float(endpoint.up)
+    if endpoint.lookups:
+        yield "hit share, ratio", endpoint.lookups.hit_share
+    for transfer in endpoint.transfers:
         yield f"{transfer.transfer_type}, bytes/s", transfer.bytes_per_s
         yield f"{transfer.transfer_type} copy speed, bytes/s", transfer.copy_bytes_per_s
-    for tier in one.tiers:
+    for tier in endpoint.tiers:
         yield f"hits {tier.tier}, tokens/s", tier.hit_tokens_per_s
         yield f"used {tier.tier}, bytes", tier.used_bytes
-    for peer in one.peers:
+    for peer in endpoint.peers:
         yield f"peer {peer.peer}, bytes/s", peer.bytes_per_s
-    for phase in one.phases:
+    for phase in endpoint.phases:
         yield f"mean {phase.name}, s", phase.mean_s
-    if one.ledger:
-        yield "held, blocks", sum(one.ledger.held_blocks.values())
-    for failure in one.failures:
+    if endpoint.ledger:
+        yield "held, blocks", sum(endpoint.ledger.held_blocks.values())
+    for failure in endpoint.failures:
         yield f"{failure.name} {failure.label}".strip() + ", per s", failure.per_s
-    if one.router and one.router.requests_per_s:
-        for outcome, rate in one.router.requests_per_s.items():
+    if endpoint.router and endpoint.router.requests_per_s:
+        for outcome, rate in endpoint.router.requests_per_s.items():
             yield f"requests {outcome}, per s", rate
 
 

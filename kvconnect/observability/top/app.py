@@ -71,12 +71,14 @@ def frames(options: TopOptions) -> Iterator[Snapshot]:
         if not (first and options.once):
             yield Snapshot(
                 at=time.time(),
-                endpoints=tuple(rates.endpoint(before.get(one.url), one) for one in after),
+                endpoints=tuple(
+                    rates.endpoint(before.get(endpoint.url), endpoint) for endpoint in after
+                ),
             )
             if options.once:
                 return
         first = False
-        before = {one.url: one for one in after}
+        before = {endpoint.url: endpoint for endpoint in after}
         due = max(due + options.interval_s, time.monotonic())
         time.sleep(max(0.0, due - time.monotonic()))
 

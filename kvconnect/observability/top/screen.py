@@ -38,20 +38,20 @@ def draw(frame: Snapshot) -> RenderableType:
     return Group(head, *map(_endpoint, sorted(frame.endpoints, key=lambda each: each.up)))
 
 
-def _endpoint(one: EndpointFrame) -> Panel:
-    title = Text(f"{one.kind} {plain(one.url)}".strip(), style="bold")
-    if not one.up:
-        why = Text(f"DOWN  {plain(one.error)}", style="bold red")
+def _endpoint(endpoint: EndpointFrame) -> Panel:
+    title = Text(f"{endpoint.kind} {plain(endpoint.url)}".strip(), style="bold")
+    if not endpoint.up:
+        why = Text(f"DOWN  {plain(endpoint.error)}", style="bold red")
         return Panel(why, title=title, title_align="left")
-    tables = _router(one.router) if one.router else _engine(one)
-    tables += [table for table in (_phases(one), _failures(one)) if table.row_count]
+    tables = _router(endpoint.router) if endpoint.router else _engine(endpoint)
+    tables += [table for table in (_phases(endpoint), _failures(endpoint)) if table.row_count]
     return Panel(Columns(tables, padding=(0, 3)), title=title, title_align="left")
 
 
-def _engine(one: EndpointFrame) -> list[Table]:
-    tables = [_lookups(one.lookups)] if one.lookups else []
-    tables += [_transfers(one), _tiers(one.tiers), _peers(one)]
-    tables += [_ledger(one.ledger)] if one.ledger else []
+def _engine(endpoint: EndpointFrame) -> list[Table]:
+    tables = [_lookups(endpoint.lookups)] if endpoint.lookups else []
+    tables += [_transfers(endpoint), _tiers(endpoint.tiers), _peers(endpoint)]
+    tables += [_ledger(endpoint.ledger)] if endpoint.ledger else []
     return [table for table in tables if table.row_count]
 
 
@@ -61,7 +61,7 @@ def _lookups(lookups: Lookups) -> Table:
     return _table("lookups", (), rows)
 
 
-def _transfers(one: EndpointFrame) -> Table:
+def _transfers(endpoint: EndpointFrame) -> Table:
     columns = ("", "rate", "per op", "copy speed", "total")
     rows = (
         (
@@ -71,7 +71,7 @@ def _transfers(one: EndpointFrame) -> Table:
             speed(each.copy_bytes_per_s),
             size(each.bytes_total),
         )
-        for each in one.transfers
+        for each in endpoint.transfers
         if each.bytes_total
     )
     return _table("transfers", columns, rows)
@@ -95,9 +95,9 @@ def _tiers(tiers: Iterable[TierUse]) -> Table:
     return _table("tiers", columns, rows)
 
 
-def _peers(one: EndpointFrame) -> Table:
+def _peers(endpoint: EndpointFrame) -> Table:
     active = sorted(
-        (each for each in one.peers if each.bytes_total or each.failures_total),
+        (each for each in endpoint.peers if each.bytes_total or each.failures_total),
         key=lambda peer: -peer.bytes_total,
     )
     columns = ("", "rate", "wire speed", "total", "failures")
@@ -123,7 +123,7 @@ def _ledger(ledger: LedgerCounts) -> Table:
     return _table("ledger", (), rows)
 
 
-def _phases(one: EndpointFrame) -> Table:
+def _phases(endpoint: EndpointFrame) -> Table:
     rows = (
         (
             each.name,
@@ -131,14 +131,15 @@ def _phases(one: EndpointFrame) -> Table:
             f"<= {duration(each.p99_s)}" if each.p99_s else "longer",
             count(each.per_s),
         )
-        for each in one.phases[:_MOST_PHASES]
+        for each in endpoint.phases[:_MOST_PHASES]
     )
     return _table("slowest phases", ("", "mean", "p99", "per s"), rows)
 
 
-def _failures(one: EndpointFrame) -> Table:
+def _failures(endpoint: EndpointFrame) -> Table:
     rows = (
-        (f"{each.name} {each.label}", count(each.per_s), count(each.total)) for each in one.failures
+        (f"{each.name} {each.label}", count(each.per_s), count(each.total))
+        for each in endpoint.failures
     )
     return _table("failures", ("", "per s", "total"), rows)
 

@@ -223,8 +223,8 @@ class Fleet:
 
     def is_base(self, model: str) -> bool:
         """Return whether a model is a base model of an engine, not an adapter; true for ""."""
-        said = (engine.info.models.get(model) for engine in self.all())
-        return not model or any(isinstance(m, dict) and not m.get("parent") for m in said)
+        entries = (engine.info.models.get(model) for engine in self.all())
+        return not model or any(isinstance(m, dict) and not m.get("parent") for m in entries)
 
     def view(self) -> FleetView:
         """Return all engines as policies see them."""

@@ -87,8 +87,8 @@ class Subscriber:
                 try:
                     _, number, payload = frames
                     if self._owed is not None:
-                        for told in receipts_in(payload):
-                            self._owed.arrived(told.nonce, told.receipt)
+                        for published in receipts_in(payload):
+                            self._owed.arrived(published.nonce, published.receipt)
                     await self._receive(feed, rank, _number(number), payload)
                 except (Refused, ValueError) as error:
                     logger.warning("KV events of %s: %s", self._engine.url, error)

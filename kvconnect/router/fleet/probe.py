@@ -155,9 +155,11 @@ class Prober:
         asked, rest = handoff_bodies(choice, prefill.spec, body, partial(secrets.token_hex, 16))
         if mode is Mode.BOOTSTRAP:
             return (await _both(self._send(prefill, p, asked), self._send(decode, d, rest)))[1]
-        said = await self._send(prefill, p, asked)
+        response = await self._send(prefill, p, asked)
         engine_id = prefill.info.engine_ids.get(p.target.rank or 0)
-        ticket = engine_bodies.ticket_of(said) or mooncake_ticket(prefill.spec, engine_id, asked)
+        ticket = engine_bodies.ticket_of(response) or mooncake_ticket(
+            prefill.spec, engine_id, asked
+        )
         if ticket is None:
             raise ProbeFailed(ProbeOutcome.FAILED, "prefill offers no hand-off")
         # With it, vLLM would report the tokens that prefill had cached, not those received.
@@ -179,10 +181,10 @@ class Prober:
         status, answer = await self._pool.whole(engine.base, head, raw, TIMEOUT_S)
         if status == 200:
             return answer
-        said = f"{engine.role.value} answered {status}: {answer[:_SHOWN].decode(errors='replace')}"
+        text = f"{engine.role.value} answered {status}: {answer[:_SHOWN].decode(errors='replace')}"
         if 400 <= status < 500:
-            raise _Rejected(said)
-        raise ProbeFailed(ProbeOutcome.FAILED, said)
+            raise _Rejected(text)
+        raise ProbeFailed(ProbeOutcome.FAILED, text)
 
     async def _has_received(self, decode: Engine, answer: bytes, before: float | None) -> bool:
         """Return whether decode received KV; SGLang's must have, as it cannot compute prompts.

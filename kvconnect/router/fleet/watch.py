@@ -72,7 +72,7 @@ class Watcher:
             TaskKind.LOAD: partial(self._poll_for_ever, load_interval_s),
         }
         if self._kinds and engine.spec.kind is EngineKind.VLLM:
-            work[TaskKind.STANDING_TICKETS] = self._keep_tickets
+            work[TaskKind.TICKETS] = self._keep_tickets
         keep = Supervisor(self._metrics.count).keep
         self._tasks = [keep(kind, engine.url, each) for kind, each in work.items()]
 
@@ -138,17 +138,17 @@ class Watcher:
     async def _learn(self) -> bool:
         """Ask for each fact separately; a missing or unusable answer leaves the last value.
         Return whether every fact that routing needs was answered."""
-        spec, said = self._engine.spec, self._engine.info
+        spec, info = self._engine.spec, self._engine.info
         models = await self._ask(InputKind.MODELS, reports.models_of, "/v1/models")
-        said.models = models or said.models
+        info.models = models or info.models
         path = "/server_info" if spec.kind is EngineKind.SGLANG else "/version"
         # An engine of unknown version pairs with any other.
-        said.version = await self._ask(InputKind.VERSION, reports.version_of, path) or said.version
+        info.version = await self._ask(InputKind.VERSION, reports.version_of, path) or info.version
         if spec.kind is not EngineKind.MOONCAKE or self._engine.role is Role.DECODE:
             return models is not None
         at = BaseUrl.of(spec.bootstrap_url)
         ids = await self._ask(InputKind.REGISTRY, reports.engine_ids_of, "/query", at)
-        said.engine_ids = ids or said.engine_ids
+        info.engine_ids = ids or info.engine_ids
         return models is not None and ids is not None
 
     async def _ask(
@@ -238,9 +238,9 @@ class Watcher:
         ).encode()
         headers = {engine_bodies.RANK_HEADER: str(rank)} if ranks > 1 else {}
         head = request_head(base, "POST", "/v1/completions", headers, len(body))
-        status, said = await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
-        answer = _body_of("/v1/completions", status, said)
-        what, lifetime_s = InputKind.STANDING_TICKET, NOT_SHARED_S
+        status, response = await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
+        answer = _body_of("/v1/completions", status, response)
+        what, lifetime_s = InputKind.TICKET, NOT_SHARED_S
         if TicketKind.SHARE in self._kinds:
             share = self._read(what, engine_bodies.share_ticket_of, answer)
             if share is not None:

@@ -230,8 +230,8 @@ class EngineCall:
         why = engine_bodies.message_of(answer.body)[:_SHOWN]
         message = f"{self._name} answered {answer.status}" + (f": {why}" if why else "")
         # The router explains a status that is neither success nor error itself.
-        said = answer if 500 <= answer.status < 600 else None
-        return EngineFailed(self.engine.role, "error", message, said)
+        shown = answer if 500 <= answer.status < 600 else None
+        return EngineFailed(self.engine.role, "error", message, shown)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

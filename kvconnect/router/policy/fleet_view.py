@@ -112,8 +112,8 @@ def _of_rank(tickets: Sequence[str | None], rank: int | None) -> str | None:
     return tickets[index] if index < len(tickets) else None
 
 
-def _agree(one: str, other: str) -> bool:
-    return not one or not other or one == other
+def _agree(mine: str, theirs: str) -> bool:
+    return not mine or not theirs or mine == theirs
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ class FleetView:
         """Whether a probe of two engines that are up has passed, or may still pass; true where no
         hand-off is needed, or an engine is missing."""
         pairs = [
-            (one.index, other.index)
-            for one in self.prefill
-            for other in self.decode
-            if one.up and other.up
+            (prefill.index, decode.index)
+            for prefill in self.prefill
+            for decode in self.decode
+            if prefill.up and decode.up
         ]
         return self.unified or not pairs or any(pair not in self.broken for pair in pairs)

@@ -63,5 +63,7 @@ def _group(
     raise AssertionError("a turn falls into one group")
 
 
-def _identical(one: EngineView, other: EngineView) -> bool:
-    return one.kind is other.kind and one.version == other.version and one.models == other.models
+def _identical(mine: EngineView, theirs: EngineView) -> bool:
+    return (
+        mine.kind is theirs.kind and mine.version == theirs.version and mine.models == theirs.models
+    )

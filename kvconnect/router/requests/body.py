@@ -137,11 +137,11 @@ def read_body(raw: bytes | bytearray) -> dict[str, Any]:
 
 def prompt_of(body: Body) -> Prompt:
     """Return the summary of a body. Never fails: validation is left to the engine."""
-    sampled = not _one(body.get("n")) or not all(map(_one, _sampling(body)))
+    sampled = not _is_one(body.get("n")) or not all(map(_is_one, _sampling(body)))
     prompts = sum(_count(_bytes(body, key)) for key in _PROMPTS if key in body)
     responses = not prompts and "input" in body
     one_prompt = prompts == 1 or "messages" in body or (responses and _one_turn(body))
-    one_answer = not sampled and _one(body.get("best_of")) and not _true(body, "use_beam_search")
+    one_answer = not sampled and _is_one(body.get("best_of")) and not _true(body, "use_beam_search")
     tokens = sum(_ids_in(_bytes(body, key)) for key in _IDS if key in body)
     chars = sum(_chars_in(_bytes(body, key)) for key in _TEXTS if key in body)
     session = next(filter(None, (_text(body, key) for key in _SESSION)), "")
@@ -254,7 +254,7 @@ def _true(body: Body, key: str) -> bool:
     return _bytes(body, key) not in _FALSE
 
 
-def _one(count: Raw | None) -> bool:
+def _is_one(count: Raw | None) -> bool:
     return count is None or bytes(count) in (b"", b"null", b"1")
 
 
@@ -346,8 +346,8 @@ def _longest_mark(text: bytes, depth: int = _MARK_DEPTH) -> float:
         marked = msgspec.json.decode(text, type=list[_Marked])
     except _BROKEN:
         return 0.0
-    own = (_MARKS.get(one.cache_control.ttl, 0.0) for one in marked if one.cache_control)
-    inner = (_longest_mark(bytes(one.content), depth - 1) for one in marked)
+    own = (_MARKS.get(mark.cache_control.ttl, 0.0) for mark in marked if mark.cache_control)
+    inner = (_longest_mark(bytes(mark.content), depth - 1) for mark in marked)
     return max((*own, *inner), default=0.0)
 
 

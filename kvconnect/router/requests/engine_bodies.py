@@ -15,6 +15,12 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.errors import Refused
+from kvconnect.protocol.handoff_request import (
+    STANDING_TICKET_EXPIRY_KEY,
+    STANDING_TICKET_KEY,
+    STANDING_TICKET_RANK_KEY,
+    TICKET_KEY,
+)
 from kvconnect.protocol.options import (
     OPTIONS_KEY,
     RECEIPT,
@@ -25,10 +31,6 @@ from kvconnect.protocol.options import (
 from kvconnect.router.requests.body import Body
 
 _PARAMS = "kv_transfer_params"
-_TICKET = "kvconnect_ticket"
-_STANDING_TICKET = "kvconnect_card"
-_STANDING_TICKET_EXPIRY = "kvconnect_card_expires_in"
-_RANK = "kvconnect_card_rank"
 _MOONCAKE = "remote_bootstrap_addr"
 _TOKEN_IDS = "prompt_token_ids"  # of vLLM: in a prefill response, and in the ticket for decode
 _WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
@@ -97,7 +99,7 @@ def prefill_body(
 def push_body(body: Body, transfer: str, standing_ticket: str) -> dict[str, Any]:
     """Return the decode body of push mode: receive ``transfer`` while prefill computes it."""
     params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": transfer}
-    return {**body, _PARAMS: params | {_TICKET: standing_ticket}}
+    return {**body, _PARAMS: params | {TICKET_KEY: standing_ticket}}
 
 
 def pull_body(body: Body, ticket: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,9 +156,9 @@ def tickets_body(model: str, rank: int | None, kinds: Collection[TicketKind]) ->
     """Return the request for tickets; ``rank``: None if the engine has one rank."""
     params: dict[str, Any] = {}
     if TicketKind.STANDING in kinds:
-        params = {"do_remote_decode": True, _STANDING_TICKET: True}
+        params = {"do_remote_decode": True, STANDING_TICKET_KEY: True}
         if rank is not None:
-            params[_RANK] = rank
+            params[STANDING_TICKET_RANK_KEY] = rank
     if TicketKind.SHARE in kinds:
         params[OPTIONS_KEY] = {SHARE: True}
     # vLLM's CPU engine dies of prompts of one token with some models (Qwen3.5).
@@ -222,26 +224,26 @@ def ticket_of(answer: bytes) -> dict[str, Any] | None:
         Refused: the response is not a JSON object.
     """
     try:
-        told = _ANSWER.decode(answer)
+        parsed = _ANSWER.decode(answer)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused("answer", f"it is not a JSON object: {error}") from error
     try:
-        ticket = msgspec.json.decode(told.kv_transfer_params, type=dict[str, Raw])
+        ticket = msgspec.json.decode(parsed.kv_transfer_params, type=dict[str, Raw])
     except (msgspec.DecodeError, ValueError):  # no ticket, or an unusable one
         return None
-    if ticket and bytes(told.prompt_token_ids) != b"null":
-        ticket[_TOKEN_IDS] = told.prompt_token_ids
+    if ticket and bytes(parsed.prompt_token_ids) != b"null":
+        ticket[_TOKEN_IDS] = parsed.prompt_token_ids
     return ticket or None
 
 
 def cached_tokens_of(answer: bytes) -> int | None:
     """Return the cached prompt tokens that a response reports, None if it reports none."""
     try:
-        said = _COUNTED.decode(answer)
+        parsed = _COUNTED.decode(answer)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
-    details = said.usage and said.usage.prompt_tokens_details
-    found = details or said.meta_info
+    details = parsed.usage and parsed.usage.prompt_tokens_details
+    found = details or parsed.meta_info
     return found.cached_tokens if found else None
 
 
@@ -274,9 +276,9 @@ def standing_ticket_of(answer: bytes) -> EngineTicket:
     params = json_object(answer).get(_PARAMS)
     if not isinstance(params, dict):
         raise Refused("answer", "it offers no hand-off: is KVConnect its KV connector?")
-    ticket = _ticket(params, _STANDING_TICKET, _STANDING_TICKET_EXPIRY)
+    ticket = _ticket(params, STANDING_TICKET_KEY, STANDING_TICKET_EXPIRY_KEY)
     if ticket is None:
-        raise Refused("answer", f"it has no usable {_STANDING_TICKET}")
+        raise Refused("answer", f"it has no usable {STANDING_TICKET_KEY}")
     return ticket
 
 
@@ -338,8 +340,8 @@ def error_body(status: int, message: str) -> bytes:
 
 def explained(status: int, error: bytes, why: str) -> bytes:
     """Return an engine's error with ``why`` after its own message."""
-    said = message_of(error)
-    return error_body(status, f"{said}: {why}" if said else why)
+    own = message_of(error)
+    return error_body(status, f"{own}: {why}" if own else why)
 
 
 def message_of(error: bytes) -> str:
@@ -355,8 +357,8 @@ def error_event(message: str, *, named_events: bool) -> bytes:
     if not named_events:
         return b"data: " + error_body(502, message) + b"\n\ndata: [DONE]\n\n"
     error = {"message": message, "type": "api_error", "code": 502}
-    said = json.dumps({"type": "error", "error": error}).encode()
-    return b"event: error\ndata: " + said + b"\n\n"
+    text = json.dumps({"type": "error", "error": error}).encode()
+    return b"event: error\ndata: " + text + b"\n\n"
 
 
 def _data_of(event: bytes) -> bytes:
@@ -388,9 +390,9 @@ def json_object(answer: bytes) -> dict[str, Any]:
         Refused: it is not a JSON object.
     """
     try:
-        said = json.loads(answer)
+        parsed = json.loads(answer)
     except (ValueError, RecursionError) as error:
         raise Refused("answer", f"it is not JSON: {error}") from error
-    if not isinstance(said, dict):
+    if not isinstance(parsed, dict):
         raise Refused("answer", "it is not a JSON object")
-    return said
+    return parsed

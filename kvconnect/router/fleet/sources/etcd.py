@@ -35,15 +35,15 @@ async def follow(url: str, refuse: OnRefused) -> EngineSource:
     while True:
         try:
             found = await asyncio.to_thread(etcd.get_prefix, entries.prefix + "/")
-            said = sorted((entry["key"], value) for value, entry in found)
+            pairs = sorted((entry["key"], value) for value, entry in found)
         except (Etcd3Exception, OSError) as error:
             logger.warning("etcd: %r", error)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             refuse(InputKind.ETCD, f"etcd: an answer that makes no sense: {error!r}")
         else:
-            if said != last:
-                last = said
-                yield entries.named(said)
+            if pairs != last:
+                last = pairs
+                yield entries.named(pairs)
         await asyncio.sleep(EVERY_S)
 
 

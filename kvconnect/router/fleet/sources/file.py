@@ -27,10 +27,10 @@ async def follow(path: str, refuse: OnRefused) -> EngineSource:
         try:
             text = await asyncio.to_thread(Path(path).read_text)
         except (OSError, ValueError) as error:  # missing, or not text
-            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            if said != why:
-                logger.warning("%s: %s; its engines stay as they were", path, said)
-            why = said
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            if reason != why:
+                logger.warning("%s: %s; its engines stay as they were", path, reason)
+            why = reason
         else:
             why = ""
             if text != last:

@@ -121,18 +121,18 @@ class Slices:
             if name in before:
                 self._known.setdefault(name, before[name])
 
-    def changed(self, told: object) -> None:
+    def changed(self, raw: object) -> None:
         """Add or replace a slice."""
         try:
-            said = msgspec.convert(told, _Slice, from_attributes=True)
+            parsed = msgspec.convert(raw, _Slice, from_attributes=True)
         except msgspec.ValidationError as error:
             self._refuse(f"an EndpointSlice that makes no sense: {error}")
         else:
-            self._known[said.metadata.name] = said
+            self._known[parsed.metadata.name] = parsed
 
-    def deleted(self, told: object) -> None:
+    def deleted(self, raw: object) -> None:
         """Remove a slice."""
-        self._known.pop(_name(told), None)
+        self._known.pop(_name(raw), None)
 
     def ready(self) -> set[str]:
         """Return one address of each ready endpoint; its other addresses lead to the same engine.
@@ -145,8 +145,8 @@ class Slices:
         }
 
 
-def _name(told: object) -> str:
-    return str(getattr(getattr(told, "metadata", None), "name", ""))
+def _name(raw: object) -> str:
+    return str(getattr(getattr(raw, "metadata", None), "name", ""))
 
 
 def _watch(name: str, namespace: str, slices: Slices) -> Iterator[set[str]]:
