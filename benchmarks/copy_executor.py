@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 from benchmarks.common import interleave, medians, progress
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
-from kvconnect.config import DigestMode
 from kvconnect.copy.base import Copier
 from kvconnect.offload import copy_schedule
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy
 from kvconnect.offload.host_arena import HostArena, SlotDigests
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks
+from kvconnect.settings import DigestMode
 from kvconnect.types import JobId
 
 if TYPE_CHECKING:

@@ -29,11 +29,11 @@ from typing import Any, get_args
 from benchmarks.common import emit, progress
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key
-from kvconnect.config import PolicyName
 from kvconnect.offload.eviction import lru, make_policy, s3fifo
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.planner import OffloadLimits, OffloadPlan
 from kvconnect.protocol.cache_hints import read_hints
+from kvconnect.settings import PolicyName
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED, LookupRequest, PrefetchDecision, TierLimits, TierPlan, writeback
 from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer

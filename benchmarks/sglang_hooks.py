@@ -20,12 +20,12 @@ import torch
 
 from benchmarks.common import timed
 from benchmarks.settings import chosen
-from kvconnect.config import Config
 from kvconnect.disaggregation.agent import HandoffAgent, start_agent
 from kvconnect.engines.sglang import layerwise, translate
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.protocol.identity import Identity, Weights
+from kvconnect.settings import Settings
 from kvconnect.types import Endpoint, Rank
 
 SAME = Identity(weights=Weights(version="of this benchmark"))
@@ -49,7 +49,7 @@ class Side:
         args = _arguments(self.tensors)
         self.cache = translate.describe(args, model, TIMEOUT_S, SAME)
         self.names = translate.layer_names(self.cache, args)
-        settings = Config().replace(**chosen("sglang_hooks", transport="tcp"))
+        settings = Settings(**chosen("sglang_hooks", transport="tcp"))
         self.agent = start_agent(settings, self.cache, address, TIMEOUT_S)
 
 

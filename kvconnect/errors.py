@@ -12,12 +12,13 @@ import re
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
 _SECRET = re.compile(
-    r"(?i)(^|[_-])(pass|passwd|password|secret|token|credentials?|key)($|[_-](?!file))"
+    r"(?i)(^|[._-])(pass|passwd|password|secret|token|credentials?|key)($|[_-](?!file))"
 )
+_DEEPEST = 8
 _IN_URL = re.compile(r"(?<=:)[^:/@\s]+(?=@)")
 
 
@@ -28,14 +29,30 @@ class KVConnectError(Exception):
 class ConfigError(KVConnectError, ValueError):
     """A setting is wrong. The message names the field, the value and the fix.
 
-    A value that may be a secret is not shown: engines log the message.
+    A value that may be a secret is not shown: engines log the message. ``others`` are further
+    settings that are wrong; the message names them after this one.
     """
 
-    def __init__(self, field: str, value: object, fix: str) -> None:
-        self.value = _shown(str(field), value)
-        super().__init__(f"kvconnect: {field}={self.value!r} is not usable: {fix}")
-        self.field = field
-        self.fix = fix
+    def __init__(
+        self, field: str, value: object, fix: str, others: Sequence[ConfigError] = ()
+    ) -> None:
+        self.field, self.fix = field, fix
+        self.value = masked(str(field), value)
+        self.others = tuple(others)
+        super().__init__("kvconnect: " + "; ".join(each.line for each in (self, *self.others)))
+
+    @classmethod
+    def of_all(cls, faults: Sequence[ConfigError]) -> ConfigError:
+        """Return one error that names all ``faults``, of which there is at least one."""
+        first, *others = faults
+        return cls(first.field, first.value, first.fix, others)
+
+    @property
+    def line(self) -> str:
+        """The field, the value and the fix."""
+        field = str(self.field)
+        shown = field if field.isprintable() else repr(field)
+        return f"{shown}={self.value!r} is not usable: {self.fix}"
 
 
 class Incompatible(KVConnectError):
@@ -85,12 +102,15 @@ class Refused(KVConnectError):
         self.field = field
 
 
-def _shown(field: str, value: object) -> object:
-    """Return a setting's value with secrets masked, by the setting's name or place in a URL."""
+def masked(field: str, value: object, depth: int = 0) -> object:
+    """Return a setting's value with secrets masked, by the setting's name or place in a URL. What
+    lies deeper than settings do is left out."""
+    if isinstance(value, dict | list) and depth > _DEEPEST:
+        return "..."
     if isinstance(value, dict):
-        return {key: _shown(str(key), each) for key, each in value.items()}
+        return {key: masked(str(key), each, depth + 1) for key, each in value.items()}
     if isinstance(value, list):
-        return [_shown(field, each) for each in value]
+        return [masked(field, each, depth + 1) for each in value]
     if value and _SECRET.search(field):
         return "***"
     return _IN_URL.sub("***", value) if isinstance(value, str) else value

@@ -6,28 +6,20 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
 from benchmarks import settings as benchmark_settings
-from kvconnect.config import (
-    Config,
-    DisaggregationConfig,
-    NetworkConfig,
-    OffloadConfig,
-    TierConfig,
-)
-from kvconnect.tiers.backends.disk.folder import DiskOptions
-from kvconnect.tiers.backends.mooncake import MooncakeOptions
-from kvconnect.tiers.backends.object import ObjectOptions
-from kvconnect.tiers.backends.valkey import ValkeyOptions
-from kvconnect.tiers.peers.peer_options import PeerOptions
+from kvconnect.settings import Settings, schema
+from kvconnect.settings.sharing import PeerSettings
+from kvconnect.settings.stores import DiskSettings, MooncakeSettings, ObjectSettings, ValkeySettings
+from kvconnect.settings.validation import is_size, types_of
 from scripts import differences, headlines, measured
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,52 +28,50 @@ _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 
 # Settings ---------------------------------------------------------------------------------------
 
-_SIZES = {"host_bytes", "min_rate", "store_rate", "sync_load_bytes"}
-_SIZES |= {"serve_rate", "capacity", "daily_write_bytes", "min_free", "buffer"}
-_KINDS = {str: "text", int: "number", float: "number", bool: "`true`, `false`", tuple: "list",
-          dict: "object"}  # fmt: skip
+_KINDS = {str: "text", int: "number", float: "number", bool: "`true`, `false`", tuple: "list"}
+_PARTS = {"host": "config_file", "tiers": "disk", "network": "listen"}
+"""Part of the page -> the first of its settings."""
 
 
-def settings(*structs: type[Any]) -> str:
-    """Return a table of all fields of some structs, from their docstrings."""
+def part(name: str) -> str:
+    """Return the table of one part of an engine's settings."""
+    names, firsts = Settings.__struct_fields__, list(_PARTS.values())
+    here = firsts.index(_PARTS[name])
+    after = firsts[here + 1] if here + 1 < len(firsts) else None
+    return settings(Settings, names[names.index(firsts[here]) : after and names.index(after)])
+
+
+def settings(struct: type[Any], names: Sequence[str] = ()) -> str:
+    """Return a table of the fields of a struct, or of those in ``names``, from its docstring."""
     rows = ["| setting | value | default | meaning |", "|---|---|---|---|"]
-    for struct in structs:
-        hints = get_type_hints(struct)
-        fields = {field.name: field for field in msgspec.structs.fields(struct)}
-        for name, text in _attributes(struct):
-            rows.append(
-                f"| `{name}` | {_value(name, hints[name])} | {_default(fields[name])} | {text} |"
-            )
+    texts, hints = schema.descriptions(struct), types_of(struct)
+    for field in msgspec.structs.fields(struct):
+        if not names or field.name in names:
+            text = texts[field.name].replace("``", "`").replace("|", "\\|")
+            value, default = _value(hints[field.name]), _default(field, hints[field.name])
+            rows.append(f"| `{field.name}` | {value} | {default} | {text[0].upper()}{text[1:]} |")
     return "\n".join(rows)
 
 
-def _attributes(struct: type[Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of the fields that a class documents."""
-    section = inspect.cleandoc(struct.__doc__ or "").partition("Attributes:\n")[2]
-    for name, text in re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", section, re.M | re.S):
-        plain = re.sub(r"\s+", " ", text).strip().replace("``", "`").replace("|", "\\|")
-        yield name, plain[0].upper() + plain[1:]
-
-
-def _value(name: str, hint: Any) -> str:
-    if name in _SIZES:
+def _value(hint: Any) -> str:
+    if is_size(hint):
         return "size"
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
     if get_origin(hint) is Literal:
         return ", ".join(f'`"{choice}"`' for choice in get_args(hint))
-    return _KINDS[get_origin(hint) or hint]
+    return _KINDS.get(get_origin(hint) or hint, "object")
 
 
-def _default(field: msgspec.structs.FieldInfo) -> str:
+def _default(field: msgspec.structs.FieldInfo, hint: Any) -> str:
     if field.required:
         return ""
-    value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-    if field.name in ("host_bytes", "sync_load_bytes"):
-        value = "auto"
-    elif field.name in _SIZES and value:
+    value = field.default
+    if isinstance(value, int) and is_size(hint) and value:
         value = f"{value >> 30}GiB" if value >= 1 << 30 else f"{value >> 20}MiB"
     elif isinstance(value, float) and value.is_integer():
         value = int(value)
-    return f"`{json.dumps(value)}`"
+    return f"`{json.dumps({} if value is None else value)}`"
 
 
 # Sizing -----------------------------------------------------------------------------------------
@@ -145,14 +135,12 @@ def links() -> str:
 # Pages ------------------------------------------------------------------------------------------
 
 TABLES: dict[str, Callable[[], str]] = {
-    "settings-host": lambda: settings(OffloadConfig, Config, DisaggregationConfig),
-    "settings-tiers": lambda: settings(TierConfig),
-    "settings-network": lambda: settings(NetworkConfig),
-    "settings-disk": lambda: settings(DiskOptions),
-    "settings-peers": lambda: settings(PeerOptions),
-    "settings-valkey": lambda: settings(ValkeyOptions),
-    "settings-object": lambda: settings(ObjectOptions),
-    "settings-mooncake": lambda: settings(MooncakeOptions),
+    **{f"settings-{name}": partial(part, name) for name in _PARTS},
+    "settings-disk": lambda: settings(DiskSettings),
+    "settings-peers": lambda: settings(PeerSettings),
+    "settings-valkey": lambda: settings(ValkeySettings),
+    "settings-object": lambda: settings(ObjectSettings),
+    "settings-mooncake": lambda: settings(MooncakeSettings),
     "sizing": sizing,
     "links": links,
     "headlines": headlines.table,
@@ -178,7 +166,8 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    """Write the plot, and all pages that changed."""
+    """Write the plot, the schema of the settings, and all pages that changed."""
+    schema.FILE.write_text(schema.text(), encoding="utf-8")
     headlines.PLOT.write_text(headlines.plot(), encoding="utf-8")
     for path in pages():
         before = path.read_text(encoding="utf-8")

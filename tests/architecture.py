@@ -16,7 +16,7 @@ LAYERS = (
     {
         "types",
         "errors",
-        "config",
+        "settings",
         "stats",
         "memory",
         "engine_versions",

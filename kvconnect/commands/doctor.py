@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 from kvconnect import extras
-from kvconnect.config import parse_bytes
 from kvconnect.doctor import Finding, FindingsReport, checks, disk, models, transfers
 from kvconnect.doctor import flags as doctor_flags
 from kvconnect.doctor.peer_task import Task
 from kvconnect.errors import ConfigError
+from kvconnect.settings.quantities import parse_bytes
 from kvconnect.terminal import Refuse, log_to_stderr, say
 
 

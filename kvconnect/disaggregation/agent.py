@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from kvconnect import threads
-from kvconnect.config import Config
 from kvconnect.disaggregation import bandwidth_probe
 from kvconnect.disaggregation.bandwidth_probe import ProbedMemory
 from kvconnect.disaggregation.decode_executor import DecodeExecutor
@@ -37,6 +36,7 @@ from kvconnect.offload.streams import make_streams
 from kvconnect.protocol import messages
 from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import PROBE_READ_ID, Hello, Message, Probe, Reject
+from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
@@ -293,7 +293,7 @@ class WorkerCache(NamedTuple):
 
 
 def start_agent(
-    config: Config,
+    config: Settings,
     cache: WorkerCache,
     address: tuple[str, int] | None,
     deadline_s: float,
@@ -309,25 +309,24 @@ def start_agent(
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
     """
-    network = config.network
-    security = security_of(network)
+    security = security_of(config)
     options = ConnectionOptions(
-        connections=network.connections,
-        max_peers=network.max_peers,
+        connections=config.connections,
+        max_peers=config.max_peers,
         digest=config.digest,
-        backend=network.nixl_backend,
-        local=not (network.key_file or network.peers),
+        backend=config.nixl_backend,
+        local=not (config.key_file or config.peers),
         stall_s=config.deadline_s,
     )
     memory = ProbedMemory(cache.memory, cache.device)
     # NIXL does not encrypt: with TLS, NIXL is used only if the setting names it.
-    name = "tcp" if network.transport == "auto" and network.tls_dir else network.transport
+    name = "tcp" if config.transport == "auto" and config.tls_dir else config.transport
     transport = _make_transport(name, security, options, memory)
     found = None
     if address:
         found = transport.listen(*address)
         logger.info("handing out KV blocks at %s:%d", *found)
-    preference = PathPreference(name, network.min_rate)
+    preference = PathPreference(name, config.min_rate)
     sessions = Sessions(cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference)
     sessions.speaks_for_engine, sessions.traced = sessions.speaks_for_engine or alone, traced
     return HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found)

@@ -12,7 +12,6 @@ from functools import partial
 
 import msgspec
 
-from kvconnect.config import NetworkConfig
 from kvconnect.doctor import Finding, FindingsReport
 from kvconnect.doctor.transfer_findings import REFUSAL_FIXES
 from kvconnect.errors import ProtocolError
@@ -27,9 +26,10 @@ from kvconnect.protocol.cache_messages import (
     decode,
     encode,
 )
+from kvconnect.settings import Settings
+from kvconnect.settings.sharing import PeerSettings
 from kvconnect.tiers.peers.connection_owner import check_other_end
 from kvconnect.tiers.peers.peer_agent import ArenaMemory
-from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.same_machine import SourceMemory, is_this_machine
 from kvconnect.transport import ConnectionOptions, make_transport
 from kvconnect.transport.base import (
@@ -124,8 +124,8 @@ def examine(
     Raises:
         ConfigError: an address, the key or the certificates cannot be used.
     """
-    to_ask = PeerOptions(ask=tuple(addresses)).addresses()
-    network = NetworkConfig(key_file=key_file, tls_dir=tls_dir)
+    to_ask = PeerSettings(ask=tuple(addresses)).addresses()
+    network = Settings(key_file=key_file, tls_dir=tls_dir)
     options = ConnectionOptions(local=not key_file)
     transport = make_transport("tcp", security_of(network), options)
     memory = HostArena(1, mmap.PAGESIZE, "off")

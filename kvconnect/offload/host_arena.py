@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvconnect.config import DigestMode
 from kvconnect.cuda import CudaContext
 from kvconnect.errors import ConfigError, Corrupt, Misuse, TransferFailed
+from kvconnect.settings import DigestMode
 
 if TYPE_CHECKING:
     import torch

@@ -8,13 +8,14 @@ import torch
 
 from kvconnect import memory
 from kvconnect.cache.layout import Geometry
-from kvconnect.config import DigestMode, check_fits
 from kvconnect.copy import Copier
 from kvconnect.errors import ConfigError
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy
 from kvconnect.offload.host_arena import HostArena, device_node
 from kvconnect.offload.messages import LoadBlocks, StoreBlocks
 from kvconnect.offload.streams import make_streams
+from kvconnect.settings import DigestMode
+from kvconnect.settings.host_memory import check_fits
 
 MakeCopier = Callable[[torch.Tensor, torch.Tensor, Geometry], Copier]
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvconnect.config import NetworkConfig
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.addresses import parse_host
 from kvconnect.secret_files import OTHERS_WRITE, check_owner, read_secret
+from kvconnect.settings import Settings
 from kvconnect.transport.base import Security
 from kvconnect.user_folders import key_folder
 
@@ -102,7 +102,7 @@ class Keys:
         return read_key_file(self._path), (read_key_file(also),) if os.path.exists(also) else ()
 
 
-def read_key(config: NetworkConfig) -> bytes:
+def read_key(config: Settings) -> bytes:
     """Return the key that all engines share: from ``key_file``, or this user's key on this machine.
     It is empty if ``peers`` admits networks without a key.
 
@@ -118,7 +118,7 @@ def read_key(config: NetworkConfig) -> bytes:
     return read_key_file(config.key_file)
 
 
-def security_of(config: NetworkConfig) -> Security:
+def security_of(config: Settings) -> Security:
     """Return who may connect, by an engine's settings.
 
     Raises:
@@ -135,7 +135,7 @@ def security_of(config: NetworkConfig) -> Security:
     )
 
 
-def record_keys(config: NetworkConfig) -> Callable[[], tuple[bytes, tuple[bytes, ...]]] | None:
+def record_keys(config: Settings) -> Callable[[], tuple[bytes, tuple[bytes, ...]]] | None:
     """Return a function that returns the keys for records on shared servers, see
     :meth:`Keys.current`. None without a ``key_file``: other machines lack this user's own key.
 

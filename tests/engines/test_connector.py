@@ -137,7 +137,7 @@ def test_what_is_refused_is_refused_as_soon_as_vllm_asks_for_anything() -> None:
     [
         ({}, "kv_both", False),
         ({"disk": {"path": "/tmp/kv", "capacity": "1GiB"}}, "kv_both", True),
-        ({"remote": {"kind": "valkey", "url": "valkey://host"}}, "kv_both", True),
+        ({"remote": {"kind": "valkey", "address": "host:1"}}, "kv_both", True),
         ({"cache_peers": {"ask": ["127.0.0.1:5001"]}}, "kv_both", True),
         ({"listen": "127.0.0.1:5000"}, "kv_producer", True),
         ({}, "kv_consumer", True),
@@ -176,8 +176,7 @@ def test_vllm_0_32_returns_no_routed_experts_and_0_33_none_from_tiers(
         assert refused.value.field == "enable_return_routed_experts"
         assert "\n" not in str(refused.value)
         return
-    tiers = checked_settings(config).tiers
-    assert bool(tiers.disk or tiers.cache_peers) is not experts
+    assert checked_settings(config).has_tiers is not experts
 
 
 @pytest.mark.parametrize("device", ["xpu", "tpu", "hpu", "rocm"])

@@ -21,7 +21,6 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvconnect.config import Config, parse_config
 from kvconnect.disaggregation.messages import ReceiveReport
 from kvconnect.engines.vllm import sleep, translate
 from kvconnect.engines.vllm.connector import IdleScheduler, KVConnect
@@ -39,6 +38,8 @@ from kvconnect.offload.messages import (
     StoreBlocks,
 )
 from kvconnect.protocol.identity import Identity
+from kvconnect.settings import Settings, check_settings
+from kvconnect.settings.stores import DiskSettings
 from kvconnect.tiers.messages import ABSENT, REMOVED, RemovalAnswer, TierAnswer
 from kvconnect.types import FailureCause, JobId, Tier
 from tests.engines.vllm_configs import FULL, cache_config, engine_config
@@ -55,7 +56,7 @@ def no_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_worker(**config: Any) -> ConnectorWorker:
     worker = ConnectorWorker(
-        engine_config(), cache_config(FULL, blocks=BLOCKS), parse_config({"host_bytes": 8 * SLOT})
+        engine_config(), cache_config(FULL, blocks=BLOCKS), check_settings({"host_bytes": 8 * SLOT})
     )
     worker.register({"layer0": torch.zeros(BLOCKS, 2, 32, 32)})
     return worker
@@ -211,15 +212,15 @@ def test_engines_of_one_machine_are_added_up(field: str, monkeypatch: pytest.Mon
     """The second is all that is left once vLLM has told an engine that it is alone."""
     monkeypatch.setattr("kvconnect.memory.total_bytes", lambda: 100)
     groups = cache_config(FULL)
-    ConnectorWorker(engine_config(), groups, parse_config({"host_bytes": 60}))
+    ConnectorWorker(engine_config(), groups, check_settings({"host_bytes": 60}))
     with pytest.raises(ConfigError, match="in this machine for 2 engines; use less"):
-        ConnectorWorker(engine_config(**{field: 2}), groups, parse_config({"host_bytes": 60}))
+        ConnectorWorker(engine_config(**{field: 2}), groups, check_settings({"host_bytes": 60}))
 
 
 def make_scheduler(steps_in_flight: int = 1, **config: Any) -> ConnectorScheduler:
     engine = engine_config()
     engine.max_concurrent_batches = steps_in_flight
-    half = ConnectorScheduler(engine, cache_config(FULL, blocks=BLOCKS), Config().replace(**config))
+    half = ConnectorScheduler(engine, cache_config(FULL, blocks=BLOCKS), Settings(**config))
     half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
     half.greet({(0, 0): WorkerHello(num_slots=4, slot_bytes=SLOT)})
     return half
@@ -326,7 +327,7 @@ def released(half: ConnectorScheduler, hint: str, stored_first: bool) -> tuple[A
 
 
 def with_disk(path: Path) -> ConnectorScheduler:
-    disk = {"path": str(path), "capacity": "64MiB"}
+    disk = DiskSettings(path=str(path), capacity=64 << 20)
     half = make_scheduler(disk=disk, load_when="always")
     # A quarter of the slots may wait for the disk.
     half.greet({(0, 0): WorkerHello(num_slots=8, slot_bytes=SLOT)})
@@ -459,7 +460,9 @@ def test_pooling_of_all_tokens_is_never_given_a_part_of_them(pooled: bool) -> No
 
 def test_a_model_without_kv_cache_has_an_idle_connector() -> None:
     engine = engine_config()
-    engine.kv_transfer_config.kv_connector_extra_config = {"disk": {"path": "/nowhere"}}
+    engine.kv_transfer_config.kv_connector_extra_config = {
+        "disk": {"path": "/nowhere", "capacity": "1GiB"}
+    }
     worker = KVConnect(engine, KVConnectorRole.WORKER, cache_config()).worker
     worker.register({})
     assert worker.hello() == WorkerHello(0, 0)
@@ -547,7 +550,7 @@ def test_hellos_of_several_workers_add_up() -> None:
     first, second = WorkerHello(4, SLOT), WorkerHello(3, SLOT)
     told = StepReports(hellos={(0, 0): first}).aggregate(StepReports(hellos={(0, 1): second}))
     assert told.hellos == {(0, 0): first, (0, 1): second}
-    half = ConnectorScheduler(engine_config(world_size=2), cache_config(FULL), Config())
+    half = ConnectorScheduler(engine_config(world_size=2), cache_config(FULL), Settings())
     with pytest.raises(Incompatible, match="1 of 2 workers"):
         half.greet({(0, 0): first})
     half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
@@ -615,7 +618,7 @@ def test_with_decode_context_parallelism_a_block_holds_tokens_of_all_ranks() -> 
     engine.cache_config.prefix_match_unit = None
     cache = cache_config(FULL, blocks=BLOCKS)
     cache.hash_block_size = resolve_kv_cache_block_sizes(cache, engine)[1]
-    half = ConnectorScheduler(engine, translate.scheduled_cache(engine, cache), Config())
+    half = ConnectorScheduler(engine, translate.scheduled_cache(engine, cache), Settings())
     assert cache.kv_cache_groups[0].kv_cache_spec.block_size == 32, "a worker's part of a block"
     half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=64))
     hello = WorkerHello(num_slots=4, slot_bytes=SLOT)
@@ -664,7 +667,7 @@ def test_layers_of_a_batch_that_is_cut_in_two_are_handed_off_at_the_end_of_the_s
     """Each half calls a layer's hook, and the first call comes before the second half is there."""
     calls: list[str] = []
     agent = SimpleNamespace(layer_written=calls.append, end_step=lambda: calls.append("end"))
-    worker = ConnectorWorker(engine_config(use_ubatching=halves), cache_config(FULL), Config())
+    worker = ConnectorWorker(engine_config(use_ubatching=halves), cache_config(FULL), Settings())
     worker._agent = cast(Any, agent)
     for _ in ("first half", "second half"):
         worker.layer_written("layer0")
@@ -881,7 +884,7 @@ def test_params_that_are_no_object_are_dropped(params: Any, idle: bool) -> None:
     """vLLM takes any value from ``vllm_xargs``, and calls ``get`` of it in the engine's loop."""
     half = make_scheduler()
     if idle:
-        half = IdleScheduler(engine_config(), cache_config(FULL, blocks=BLOCKS), Config())
+        half = IdleScheduler(engine_config(), cache_config(FULL, blocks=BLOCKS), Settings())
     request = make_request(65)
     request.kv_transfer_params = params
     half.add_request(request)
@@ -918,7 +921,9 @@ class News:
 def test_a_step_without_tokens_waits_only_where_no_other_step_waits_for_it(
     parallel: dict[str, int], waits: int
 ) -> None:
-    worker = ConnectorWorker(engine_config(**parallel), cache_config(FULL, blocks=BLOCKS), Config())
+    worker = ConnectorWorker(
+        engine_config(**parallel), cache_config(FULL, blocks=BLOCKS), Settings()
+    )
     news: Any = News()
     worker._news = news
     for idle in (False, True):  # a step that computes never waits

@@ -178,9 +178,13 @@ def test_a_full_disk_costs_nothing_but_its_use(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"disk": {"path": "/x", "capacity": "1MiB"}}, "capacity=1048576 is not usable: use 16"),
-        ({"disk": {"pth": "/x"}}, "pth='/x' is not usable: unknown setting of the store"),
-        ({"remote": {"kind": "valky"}}, "store='valky' is not usable: use disk"),
+        ({"disk": {"path": "/x", "capacity": "1MiB"}}, "disk.capacity='1MiB' is not usable: use"),
+        (
+            {"disk": {"paht": "/x"}},
+            "kvconnect: disk.paht='/x' is not usable: unknown setting, did you mean 'disk.path'?; "
+            "disk.path=None is not usable: it is missing: set it; disk.capacity=None is not usable",
+        ),
+        ({"remote": {"kind": "valky"}}, "remote.kind='valky' is not usable: did you"),
         ({"remote": {"address": "a:1"}}, "name its kind"),
     ],
 )

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from benchmarks.link import LOOPBACK
-from kvconnect.config import Config, config_from_environment, parse_config
+from kvconnect.settings import Settings, check_settings, find_settings
 from kvconnect.types import PromptSource
 from tests.engines import server as real
 from tests.engines.models import BLOCK_SIZE
@@ -141,12 +141,13 @@ class Fleet:
     def _caches(self, process: Any, each: int) -> Caches:
         config = settings(process)
         device = getattr(process, "blocks", getattr(process, "tokens", 0) // BLOCK_SIZE)
-        host = max(config.offload.host_bytes, 0) // each if config else 0
+        host = config.host_bytes if config else 0
+        host = host // each if isinstance(host, int) else 0
         found = Caches(device, host, each)
-        if config and (peers := config.tiers.cache_peers):
-            found.asks = tuple(int(one.rpartition(":")[2]) for one in peers.get("ask", ()))
-            if listen := peers.get("listen"):
-                self.shares[int(listen.rpartition(":")[2])] = found
+        if config and (peers := config.cache_peers):
+            found.asks = tuple(int(one.rpartition(":")[2]) for one in peers.ask)
+            if peers.listen != "off":
+                self.shares[int(peers.listen.rpartition(":")[2])] = found
         return found
 
     def open(self, client: Any, path: str, body: dict[str, Any], **_: str) -> Reply:
@@ -234,7 +235,7 @@ class LoopbackLink:
     def shape(self, bits_per_s: float | None) -> None: ...
 
 
-def settings(process: Any) -> Config | None:
+def settings(process: Any) -> Settings | None:
     """Return the settings of KVConnect that a server was given.
 
     Raises:
@@ -243,12 +244,12 @@ def settings(process: Any) -> Config | None:
     if connector := getattr(process, "connector", None):
         found = json.loads(connector)
         if found["kv_connector"] == "KVConnect":
-            return parse_config(found["kv_connector_extra_config"])
+            return check_settings(found["kv_connector_extra_config"])
     elif LINKER in getattr(process, "args", ()):
         linker = json.loads(process.args[process.args.index(LINKER) + 1])
-        return parse_config(linker["linker_extra_config"])
+        return check_settings(linker["linker_extra_config"])
     elif "KVCONNECT_CONFIG" in process.environment():
-        return config_from_environment(process.environment())
+        return find_settings({}, process.environment()).settings
     return None
 
 

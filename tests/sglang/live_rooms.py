@@ -12,13 +12,13 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common import conn
 
-from kvconnect.config import Config
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver, KVConnectSender
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
 from kvconnect.engines.sglang.claims import RoomClaims
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms
 from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.protocol.prompts import NO_PROMPT
+from kvconnect.settings import Settings
 from tests.unit.engines.sglang_ranks import TOKENS, Decode, Prefill
 
 SERVER = "127.0.0.1:80"
@@ -55,7 +55,7 @@ def prefill_manager(rank: Prefill) -> Any:
 def decode_manager(rank: Decode) -> Any:
     """Return the manager of a decode rank."""
     made = _manager(rank, sends=False)
-    made.addresses = BootstrapAddresses(Config(), "127.0.0.1")
+    made.addresses = BootstrapAddresses(Settings(), "127.0.0.1")
     made.connection_pool, made.prefill_info_table = {}, {}
     made.addr_to_rooms_tracker, made.prefill_response_tracker = defaultdict(set), {}
     made.required_prefill_response_num_table = {}

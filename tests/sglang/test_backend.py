@@ -20,7 +20,6 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
 
-from kvconnect.config import Config
 from kvconnect.engines.sglang import backend, direct_requests, hooks, runtime_context
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
@@ -29,6 +28,7 @@ from kvconnect.engines.sglang.prompts import AdapterContents
 from kvconnect.engines.sglang.rooms import SendRoom
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.prompts import PromptIdentity
+from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint
 
@@ -113,7 +113,7 @@ def test_what_a_bootstrap_server_says_fails_one_request(info: dict[str, Any]) ->
 def test_a_rank_s_port_above_the_last_one_is_an_error_of_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = Config().replace(listen="127.0.0.1:65530")
+    config = Settings(listen="127.0.0.1:65530")
     monkeypatch.setattr(runtime_context, "rank_number", lambda: 5)
     assert backend._address(config) == ("127.0.0.1", 65535)
     monkeypatch.setattr(runtime_context, "rank_number", lambda: 6)
@@ -157,7 +157,7 @@ def test_a_server_that_says_what_nobody_expects_is_not_asked_for_a_while(
         raise error("attn_tp_size")
 
     monkeypatch.setattr(CommonKVManager, "try_ensure_parallel_info", answers)
-    made = manager(addresses=BootstrapAddresses(Config(), "192.0.2.9"))
+    made = manager(addresses=BootstrapAddresses(Settings(), "192.0.2.9"))
     assert not made.try_ensure_parallel_info("127.0.0.1:1")
     assert "attn_tp_size" in made.addresses.refusal("127.0.0.1:1")
 
@@ -176,7 +176,7 @@ def test_a_request_looks_up_a_server_to_which_a_connection_ended(
         connection_pool=pool,
         prefill_info_table={"127.0.0.1:80": "an engine", "10.0.0.1:80": "another"},
         connection_lock=threading.Lock(),
-        addresses=BootstrapAddresses(Config(), "192.0.2.9"),
+        addresses=BootstrapAddresses(Settings(), "192.0.2.9"),
         defer_decode_allocation=False,
         addr_to_rooms_tracker=defaultdict(set),
         prefill_response_tracker={},

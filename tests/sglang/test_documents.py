@@ -14,12 +14,11 @@ from sglang_router.launch_router import parse_router_args
 from sglang_router.router_args import RouterArgs
 
 from kvconnect.engines.sglang.linker import KVConnectLinker
-from kvconnect.engines.sglang.runtime_context import own_config
+from kvconnect.engines.sglang.settings_flags import storage_settings
 from kvconnect.engines.sglang.storage import KVConnectStorage
+from kvconnect.settings import find_settings
 from tests.documents import PAGES, ROOT, Command, commands, commands_of
 
-OTHER = ("backend_name", "module_path", "class_name", "interface_v1")
-"""Keys of a storage backend's JSON that are SGLang's."""
 HERE = [command for command in commands() if command.words[:2] == ("python", "-m")
         and command.words[2].startswith("sglang")]  # fmt: skip
 
@@ -38,12 +37,12 @@ def check(command: Command) -> None:
     if linker := arguments.unified_cache_external_linker_config:  # parsed already
         assert linker["linker"] == KVConnectLinker.__name__
         assert linker["linker_module_path"] == KVConnectLinker.__module__
-        own_config(linker["linker_extra_config"])
+        find_settings(linker["linker_extra_config"], {})
     if text := arguments.hicache_storage_backend_extra_config:
         storage = json.loads(text)
         assert storage["class_name"] == KVConnectStorage.__name__
         assert storage["module_path"] == KVConnectStorage.__module__
-        own_config({key: value for key, value in storage.items() if key not in OTHER})
+        find_settings(storage_settings(storage), {})
 
 
 @pytest.mark.parametrize("command", HERE, ids=lambda command: f"{command.place} {command.line}")

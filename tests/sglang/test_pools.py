@@ -31,7 +31,6 @@ from sglang.srt.runtime_context import reset_context
 from sglang.srt.server_args import ServerArgs
 from sglang.test.parallel_groups import publish
 
-from kvconnect.config import Config
 from kvconnect.disaggregation.agent import start_agent
 from kvconnect.engines.sglang import layerwise, translate
 from kvconnect.engines.sglang.backend import KVConnectManager
@@ -42,6 +41,7 @@ from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.errors import Incompatible, Refused
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.negotiation import negotiate
+from kvconnect.settings import Settings
 from kvconnect.types import Endpoint, Rank, Span
 from tests.sglang.linker_bench import (
     PAGE,
@@ -160,7 +160,7 @@ class End:
                 memory.zero_()
         address = ("127.0.0.1", 0) if sends else None
         self.agent = start_agent(
-            Config().replace(transport="tcp", digest="full"), self.cache, address, WAIT_S, True
+            Settings(transport="tcp", digest="full"), self.cache, address, WAIT_S, True
         )
         self.ended: list[int | str] = []  # rooms, or why one failed
 

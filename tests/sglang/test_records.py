@@ -16,11 +16,13 @@ from sglang.srt.mem_cache.utils import get_hash_str
 
 from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.cache.record_format import page_names
-from kvconnect.config import Config
 from kvconnect.engines.sglang import storage_backends
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.identity import Identity
+from kvconnect.settings import Settings
+from kvconnect.settings.sharing import PeerSettings
+from kvconnect.settings.stores import DiskSettings, MemorySettings
 from kvconnect.tiers.backends.memory import MemoryStore
 from tests.engines.models import model_dir
 from tests.sglang.linker_bench import PAGE
@@ -126,14 +128,14 @@ def test_pages_that_peers_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with serving(str(model)):
         records = storage_backends.records_for_all(pools, RANKS)
     for tokens in (0, PAGE):
-        config = Config().replace(cache_peers={"ask": ["10.0.0.1:1"], "page_tokens": tokens})
+        sharing = PeerSettings(ask=("10.0.0.1:1",), page_tokens=tokens)
         for form, found in ((records, records.units), (None, None)):
-            shared = storage_backends._shared_blocks(config, {}, form, memory, pools)
+            shared = storage_backends._shared_blocks(sharing, {}, form, memory, pools)
             ((page,),) = shared.layouts
             assert page == found or len(page) == 1
-    config = Config().replace(cache_peers={"ask": ["10.0.0.1:1"], "page_tokens": PAGE // 2})
+    sharing = PeerSettings(ask=("10.0.0.1:1",), page_tokens=PAGE // 2)
     with pytest.raises(ConfigError, match=f"page_tokens={PAGE // 2} .*use the page size, {PAGE}"):
-        storage_backends._shared_blocks(config, {}, records, memory, pools)
+        storage_backends._shared_blocks(sharing, {}, records, memory, pools)
 
 
 def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +154,8 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(
         storage_backends, "make_remote", lambda settings, name, keys: make("memory", settings, name)
     )
-    config = Config().replace(disk={"path": "/nowhere"}, remote={"store": "memory"})
+    disk = DiskSettings(path="/nowhere", capacity=1 << 30)
+    config = Settings(disk=disk, remote=MemorySettings(capacity=1 << 20))
     for layout in (*LAYOUTS, LAYOUTS[0]):
         pool = host_pool(monkeypatch, layout)
         monkeypatch.setattr(

@@ -14,10 +14,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang.test.parallel_groups import publish
 
 from kvconnect import memory
-from kvconnect.config import Config
 from kvconnect.engines.sglang import runtime_context
 from kvconnect.engines.sglang.runtime_context import worker_share
 from kvconnect.errors import ConfigError
+from kvconnect.settings import Settings
 
 GIB = 1 << 30
 RELEASE = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
@@ -117,18 +117,18 @@ def test_host_memory_is_divided_once(
 ) -> None:
     monkeypatch.setattr(memory, "total_bytes", lambda: 64 * GIB)
     published()
-    whole = worker_share(Config())
+    whole = worker_share(Settings())
     published(**flags)
-    assert worker_share(Config()) == whole // workers
+    assert worker_share(Settings()) == whole // workers
 
 
 def test_an_explicit_size_is_of_each_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "total_bytes", lambda: 64 * GIB)
     published(tp_size=2, attn_dp_size=2)
-    assert worker_share(Config().replace(host_bytes=40 * GIB)) == 20 * GIB
+    assert worker_share(Settings(host_bytes=40 * GIB)) == 20 * GIB
     published(dp_size=2)
     with pytest.raises(ConfigError, match="2 engines"):
-        worker_share(Config().replace(host_bytes=40 * GIB))
+        worker_share(Settings(host_bytes=40 * GIB))
 
 
 def test_every_rank_has_a_port_of_its_own() -> None:

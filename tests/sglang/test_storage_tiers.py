@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.storage import KVConnectStorage
 from kvconnect.errors import ConfigError
-from kvconnect.tiers.backends import BlockOutcome
+from kvconnect.tiers.backends import BlockOutcome, memory
 from kvconnect.tiers.backends.memory import MemoryStore
 from kvconnect.types import Tier
 from tests.sglang.linker_bench import PAGE, mla_pool, names, slots_of
@@ -67,13 +67,13 @@ class Shared(MemoryStore):
             raise OSError("told to")
 
 
-REMOTE = {"remote": {"kind": "memory"}}
+REMOTE = {"remote": {"kind": "memory", "capacity": "1GiB"}}
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
     shared = Shared()
-    monkeypatch.setattr(MemoryStore, "from_settings", lambda _: shared)
+    monkeypatch.setattr(memory, "MemoryStore", lambda _: shared)
     yield shared
     shared.gate.set()
 
@@ -393,9 +393,12 @@ def latent_pool(monkeypatch: pytest.MonkeyPatch) -> MLATokenToKVPoolHost:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"disk": {"path": "/x", "capacity": "1MiB"}}, "capacity=1048576 is not usable"),
-        ({"disk": {"path": "/x", "capacity": "1GiB", "owner": "a"}}, "each worker sets its own"),
-        ({"remote": {"kind": "valky"}}, "store='valky' is not usable"),
+        ({"disk": {"path": "/x", "capacity": "1MiB"}}, r"disk\.capacity='1MiB' is not usable"),
+        (
+            {"disk": {"path": "/x", "capacity": "1GiB", "owner": "a"}},
+            r"disk\.owner='a' is not usable: unknown setting",
+        ),
+        ({"remote": {"kind": "valky"}}, "remote.kind='valky' is not usable"),
         ({**REMOTE, "spill": "reused"}, "spill='reused' is not usable"),
     ],
 )
@@ -411,7 +414,11 @@ def test_a_second_tier_that_cannot_be_used_leaves_the_first_one_free(
 ) -> None:
     pool = host_pool(monkeypatch)
     with pytest.raises(ConfigError):
-        make(pool, **on_disk(tmp_path), remote={"kind": "valky"})
+        make(
+            pool,
+            **on_disk(tmp_path),
+            remote={"kind": "valkey", "address": "a:1", "tls_dir": "/none"},
+        )
     with pytest.raises(ConfigError):
         make(pool, **on_disk(tmp_path), policy="lruu")
     make(pool, **on_disk(tmp_path))

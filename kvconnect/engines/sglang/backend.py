@@ -10,12 +10,12 @@ bootstrap server's ``rank_ip`` and ``rank_port`` are the agents' addresses.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 from sglang.srt.disaggregation.base.conn import (
     KVArgs,
     KVPoll,
@@ -32,7 +32,6 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.server_args import ServerArgs
 
-from kvconnect.config import Config, config_from_environment, listen_address
 from kvconnect.disaggregation.agent import start_agent
 from kvconnect.engines.sglang import (
     direct_requests,
@@ -57,6 +56,8 @@ from kvconnect.engines.sglang.tracing import make_spans
 from kvconnect.errors import ConfigError, Refused, contained, refusing
 from kvconnect.offload.streams import DeviceFence
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
+from kvconnect.settings import Settings
+from kvconnect.settings.addresses import listen_address
 from kvconnect.transport.base import Fence
 from kvconnect.types import Span
 
@@ -90,19 +91,20 @@ class KVConnectManager(CommonKVManager):
         server_args: ServerArgs,
         is_mla_backend: bool | None = False,
     ) -> None:
-        config = config_from_environment(os.environ)
+        config = runtime_context.own_settings({})
         runtime_context.check(server_args)
         # SGLang reuses the pages of a dropped transfer after a time; it must have ended before.
         limit = runtime_context.quiet_s() - runtime_context.SPARE_S
-        config = config.replace(
+        config = msgspec.structs.replace(
+            config,
             deadline_s=min(config.deadline_s, limit),
-            transport=runtime_context.transport(config.network.transport, server_args),
+            transport=runtime_context.transport(config.transport, server_args),
         )
         model = runtime_context.model(args, server_args, bool(is_mla_backend))
         self._sends = disaggregation_mode == DisaggregationMode.PREFILL
         self.claims = RoomClaims()
         address = _address(config) if self._sends else None
-        mixes = config.disaggregation.mix_weights
+        mixes = config.mix_weights
         own = weights.identity(mixes=mixes)
         cache = translate.describe(args, model, config.deadline_s, own)
         patience = runtime_context.patience_s()
@@ -494,19 +496,17 @@ CLASSES: dict[str, type] = {
 """Classes of this backend, by the name of SGLang's ``KVClassType``."""
 
 
-def _address(config: Config) -> tuple[str, int]:
+def _address(config: Settings) -> tuple[str, int]:
     """Return the address at which this rank listens; each rank has its own port."""
-    address = listen_address(config.network.listen)
+    address = listen_address(config.listen)
     if address is None:
-        raise ConfigError(
-            "listen", config.network.listen, "a prefill engine must listen; set HOST:PORT"
-        )
+        raise ConfigError("listen", config.listen, "a prefill engine must listen; set HOST:PORT")
     host, port = address
     if port:
         port += runtime_context.rank_number()
     if port > _LAST_PORT:
         fix = f"rank {runtime_context.rank_number()} would listen at port {port}; use a lower port"
-        raise ConfigError("listen", config.network.listen, fix)
+        raise ConfigError("listen", config.listen, fix)
     return host, port
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvconnect import threads
 from kvconnect.bounded import remember
-from kvconnect.config import Config
 from kvconnect.protocol.addresses import check_address
+from kvconnect.settings import Settings
 from kvconnect.types import Endpoint
 
 _MOST_RANKS = 1024  # in one direction
@@ -34,8 +34,10 @@ class BootstrapAddresses:
     ``ValueError``.
     """
 
-    def __init__(self, config: Config, own: str, resolve: Callable[[str], str] = _resolve) -> None:
-        self._networks = [ipaddress.ip_network(peer) for peer in config.network.peers]
+    def __init__(
+        self, config: Settings, own: str, resolve: Callable[[str], str] = _resolve
+    ) -> None:
+        self._networks = [ipaddress.ip_network(peer) for peer in config.peers]
         self._own = own
         self._resolve = resolve
         self._names: dict[str, tuple[str | Exception, float]] = {}  # result and time

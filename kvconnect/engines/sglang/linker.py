@@ -18,12 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvconnect.config import Config
 from kvconnect.copy.driver import own_stream
 from kvconnect.engines.sglang.device_pools import device_pools, map_pool, window_ends
 from kvconnect.engines.sglang.linker_host_tier import (
@@ -32,12 +32,13 @@ from kvconnect.engines.sglang.linker_host_tier import (
     PoolLoad,
     PoolTier,
 )
-from kvconnect.engines.sglang.runtime_context import own_config, worker_share
+from kvconnect.engines.sglang.runtime_context import own_settings, worker_share
 from kvconnect.engines.sglang.stats import LinkerStats
 from kvconnect.errors import ConfigError, Misuse, TransferFailed, refusing
 from kvconnect.jobs import first_cause
 from kvconnect.offload.messages import GroupBlocks
 from kvconnect.offload.streams import Fence
+from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause
 
@@ -84,7 +85,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, Any] | None = None,
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        config = own_config(extra_config or {})
+        config = own_settings(extra_config or {})
         _check_tiers(config)
         share = worker_share(config)
         self._group = device_pools(params, components)
@@ -297,15 +298,14 @@ def restorable(tiers: Tiers, transfers: Sequence[PoolTransfer]) -> list[int]:
     return found
 
 
-def _check_tiers(config: Config) -> None:
+def _check_tiers(config: Settings) -> None:
     """Refuse secondary tiers, whose lookups take time: SGLang needs the answer at once, in the step
     that admits the request, and does not ask earlier."""
-    tiers = config.tiers
-    there = {"disk": tiers.disk, "remote": tiers.remote, "cache_peers": tiers.cache_peers}
+    there = {"disk": config.disk, "remote": config.remote, "cache_peers": config.cache_peers}
     for field, settings in there.items():
-        if settings:
+        if settings is not None:
             fix = "SGLang's linker cannot wait for it: use KVConnect as HiCache's storage backend"
-            raise ConfigError(field, settings, fix)
+            raise ConfigError(field, msgspec.to_builtins(settings), fix)
 
 
 def _needs_all(transfer: PoolTransfer) -> bool:
@@ -319,7 +319,7 @@ def _keys(transfer: PoolTransfer) -> list[bytes]:
 def _make_tiers(
     entries: Mapping[PoolName, DevicePoolEntry],
     share: int,
-    config: Config,
+    config: Settings,
     stats: OffloadingConnectorStats,
 ) -> dict[PoolName, PoolTier]:
     """Make each pool's tier, with host memory in proportion to the pool's size on the device."""

@@ -16,7 +16,6 @@ from functools import partial
 
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
-from kvconnect.config import Config
 from kvconnect.copy import make_copier
 from kvconnect.engines.sglang.device_pools import PoolMap
 from kvconnect.errors import ConfigError, TransferFailed
@@ -34,6 +33,7 @@ from kvconnect.offload.messages import (
     StoreBlocks,
 )
 from kvconnect.offload.streams import Fence, Streams
+from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import FailureCause, JobId
 
@@ -74,15 +74,15 @@ class PoolTier:
     make_copier = staticmethod(make_copier)
 
     def __init__(
-        self, pool: PoolMap, share_bytes: int, config: Config, stats: OffloadingConnectorStats
+        self, pool: PoolMap, share_bytes: int, config: Settings, stats: OffloadingConnectorStats
     ) -> None:
         num_pages = share_bytes // pool.page_bytes
         if num_pages < 1:
             has = f"pool {pool.name} gets {share_bytes} bytes of it"
             fix = f"{has}, and a page takes {pool.page_bytes}; use more"
-            raise ConfigError("host_bytes", config.offload.host_bytes or "auto", fix)
+            raise ConfigError("host_bytes", config.host_bytes, fix)
         self.pool = pool
-        self.index = HostIndex(num_pages, 1, make_policy(config.offload.policy, num_pages))
+        self.index = HostIndex(num_pages, 1, make_policy(config.policy, num_pages))
         self.jobs = CopyJobs(self.index, stats, 1, config.deadline_s)
         self.tier = HostTier(
             num_pages * pool.page_bytes,
@@ -90,7 +90,7 @@ class PoolTier:
             pool.geometry,
             pool.area,
             self.make_copier,
-            config.offload.store_rate,
+            config.store_rate,
         )
         self._stats = stats
         self._moved = threading.Event()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from kvconnect.engines.sglang.settings_flags import check_settings_at_start
 from kvconnect.errors import ConfigError
 
 NAME = "kvconnect"
@@ -48,9 +49,12 @@ def check(server_args: Any) -> None:
     Raises:
         ConfigError: the message names the setting, its value and the fix.
     """
-    takes_over()
+    replaces = takes_over()
     is_layerwise()
+    backend = server_args.disaggregation_transfer_backend
+    own = backend == NAME or (backend == "nixl" and replaces)
+    check_settings_at_start(server_args, own and server_args.disaggregation_mode != "null")
     count = server_args.tokenizer_worker_num
-    if count > 1 and server_args.disaggregation_transfer_backend == NAME:
+    if count > 1 and backend == NAME:
         fix = f"use 1, or --disaggregation-transfer-backend nixl with {TAKEOVER}=nixl"
         raise ConfigError("--tokenizer-worker-num", count, fix)

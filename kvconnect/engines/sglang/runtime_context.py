@@ -14,18 +14,14 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
-from kvconnect import memory
-from kvconnect.config import (
-    Config,
-    check_fits,
-    config_from_environment,
-    parse_config,
-    share_of_host_bytes,
-)
+from kvconnect import engine_versions, memory
 from kvconnect.engines.sglang.plugin import LAYERWISE, is_layerwise
 from kvconnect.engines.sglang.plugin import check as check_flags
 from kvconnect.engines.sglang.translate import Model
 from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.settings import Settings, find_settings
+from kvconnect.settings.host_memory import check_fits, share_of_host_bytes
+from kvconnect.settings.summary import start_line
 from kvconnect.types import Rank
 
 logger = logging.getLogger(__name__)
@@ -142,18 +138,21 @@ def quiet_s() -> float:
     return float(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get())
 
 
-def own_config(extra: Mapping[str, Any]) -> Config:
-    """Return the settings in ``extra``; those that it lacks come from ``KVCONNECT_CONFIG``.
+def own_settings(extra: Mapping[str, Any]) -> Settings:
+    """Return the settings in ``extra``, and those that it lacks from elsewhere; the first rank logs
+    them.
 
     Raises:
-        ConfigError: as :func:`~kvconnect.config.parse_config`.
+        ConfigError: as :func:`~kvconnect.settings.find_settings`.
     """
-    own = parse_config(extra)
-    shared = config_from_environment(os.environ)
-    return shared.replace(**{key: own.setting(key) for key in extra})
+    settings = find_settings(extra, os.environ).settings
+    if rank_number() == 0:
+        engine = f"SGLang {engine_versions.installed('sglang')}"
+        logger.info("%s", start_line(settings, engine))
+    return settings
 
 
-def worker_share(config: Config) -> int:
+def worker_share(config: Settings) -> int:
     """Return this worker's part of the engine's host memory in bytes.
 
     Raises:
@@ -162,7 +161,7 @@ def worker_share(config: Config) -> int:
     parallel = get_parallel()
     engines: int = parallel.dp_size
     there = memory.total_bytes()
-    total = share_of_host_bytes(config.offload, memory_bytes=there, engines=engines)
+    total = share_of_host_bytes(config, memory_bytes=there, engines=engines)
     if not total:
         raise ConfigError("host_bytes", "off", "there is no other tier yet; give it a size")
     check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")

@@ -32,21 +32,19 @@ from sglang.srt.mem_cache.pool_host.mha import (
 
 from kvconnect import memory
 from kvconnect.cache.layout import SLOT_ALIGNMENT
-from kvconnect.config import check_fits
 from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.device_pools import window_ends
-from kvconnect.engines.sglang.runtime_context import own_config, worker_share
+from kvconnect.engines.sglang.runtime_context import own_settings, worker_share
+from kvconnect.engines.sglang.settings_flags import storage_settings
 from kvconnect.engines.sglang.stats import publish_regularly
 from kvconnect.engines.sglang.storage_backends import Records, make_stores, records_for_all
 from kvconnect.engines.sglang.storage_pages import PageStore
 from kvconnect.errors import ConfigError, Incompatible, Misuse, refusing
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.settings.host_memory import check_fits
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
-
-_FRAMEWORK = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
-"""SGLang's own keys in the JSON object that also has KVConnect's settings."""
 
 
 class _Copying(HiCacheStorage):
@@ -125,10 +123,9 @@ class KVConnectStorage(_Copying):
         storage_config: HiCacheStorageConfig,
         kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002
     ) -> None:
-        extra = storage_config.extra_config or {}
-        self._config = own_config({k: v for k, v in extra.items() if k not in _FRAMEWORK})
+        self._config = own_settings(storage_settings(storage_config.extra_config or {}))
         self._share = worker_share(self._config)
-        alone = not self._config.tiers.remote
+        alone = not self._config.remote
         if alone and storage_config.is_mla_model and storage_config.tp_size > 1:
             raise Incompatible(
                 f"latent attention on {storage_config.tp_size} ranks: HiCache has one of them "
@@ -155,7 +152,7 @@ class KVConnectStorage(_Copying):
         slots = self._share // slot_bytes
         if slots < 1:
             fix = f"a page takes {slot_bytes} bytes, this worker's share is {self._share}; use more"
-            raise ConfigError("host_bytes", self._config.offload.host_bytes or "auto", fix)
+            raise ConfigError("host_bytes", self._config.host_bytes, fix)
         check_fits(
             slots * slot_bytes,
             memory_bytes=memory.available_bytes(),
@@ -241,7 +238,7 @@ class KVConnectStorage(_Copying):
 
     def _records(self) -> Records | None:
         """Return the records in which vLLM can read the shared tiers, None if it cannot."""
-        if not (self._config.tiers.remote or self._config.tiers.cache_peers):
+        if not (self._config.remote or self._config.cache_peers):
             return None
         try:
             return records_for_all(self.registered_pools, self._ranks)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mha import (
@@ -23,25 +24,28 @@ from kvconnect.cache.layout import ByteRun, GroupGeometry
 from kvconnect.cache.model_identity import model_folder, model_name, weights_name
 from kvconnect.cache.pages import LayerPages
 from kvconnect.cache.record_format import RecordFormat, fingerprint
-from kvconnect.config import Config
 from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.runtime_context import rank_number
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.settings import Settings
+from kvconnect.settings.sharing import PeerSettings
+from kvconnect.settings.stores import RemoteSettings
 from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
-from kvconnect.tiers.backends.base import parse_settings
 from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
-from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
+
+if TYPE_CHECKING:
+    from kvconnect.tiers.backends.remote import RecordKeys
 
 _SETTINGS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
 """SGLang's settings that change the KV of the same weights and tokens."""
 
 
 def make_stores(
-    config: Config,
+    config: Settings,
     ranks: HiCacheStorageConfig,
     records: Records | None,
     memory: HostArena,
@@ -54,30 +58,36 @@ def make_stores(
     Raises:
         ConfigError: a tier cannot be used as it is set.
     """
-    if not (config.tiers.disk or config.tiers.remote or config.tiers.cache_peers):
+    if not config.has_tiers:
         return {}
-    if config.tiers.spill != "all":
+    if config.spill != "all":
         fix = 'use "all": HiCache says what is stored, with --hicache-write-policy'
-        raise ConfigError("spill", config.tiers.spill, fix)
+        raise ConfigError("spill", config.spill, fix)
     fields = stored_format(ranks)
     if records:  # page names do not cover these then
         fields["page"] = f"{records.form.fingerprint.hex()} {records.layout}"
         fields["share"] = f"{ranks.tp_rank} of {ranks.tp_size}"
     name = fingerprint(fields)
-    disk = partial(make_disk, config.tiers.disk, _owner(), fields, name)
-    remote = partial(_make_remote, config, name, records)
 
-    def peers() -> Store:
-        blocks = _shared_blocks(config, fields, records, memory, pools)
+    def peers(sharing: PeerSettings) -> Store:
+        blocks = _shared_blocks(sharing, fields, records, memory, pools)
         agent = start_agent(config, blocks, rank_number())
         weights.listen(lambda: agent.set_identity(weights.identity()))
         return PeerStore(agent, blocks)
 
-    return make_tiers(config.tiers, {Tier.DISK: disk, Tier.PEER: peers, Tier.REMOTE: remote})
+    makers: dict[Tier, Callable[[], Store]] = {}
+    if config.disk is not None:
+        makers[Tier.DISK] = partial(make_disk, config.disk, _owner(), fields, name)
+    if config.cache_peers is not None:
+        makers[Tier.PEER] = partial(peers, config.cache_peers)
+    if config.remote is not None:
+        keys = record_keys(config)
+        makers[Tier.REMOTE] = partial(_make_remote, config.remote, keys, name, records)
+    return make_tiers(makers)
 
 
 def _shared_blocks(
-    config: Config,
+    sharing: PeerSettings,
     fields: Mapping[str, Any],
     records: Records | None,
     memory: HostArena,
@@ -90,8 +100,8 @@ def _shared_blocks(
     """
     if len(pools) > 1:
         fix = "remove it: of a model with several pools, peers cannot read all that it needs"
-        raise ConfigError("cache_peers", config.tiers.cache_peers, fix)
-    asked = parse_settings(PeerOptions, config.tiers.cache_peers, ("serve_rate",)).page_tokens
+        raise ConfigError("cache_peers", msgspec.to_builtins(sharing), fix)
+    asked = sharing.page_tokens
     if asked not in (0, page := pools[PoolName.KV].page_size):
         fix = f"remove it or use the page size, {page}: SGLang has no names for parts of pages"
         raise ConfigError("page_tokens", asked, fix)
@@ -105,10 +115,12 @@ def _shared_blocks(
     return SharedBlocks(memory, [[whole]], form, layout, weights.identity())
 
 
-def _make_remote(config: Config, name: bytes, records: Records | None) -> Store:
+def _make_remote(
+    settings: RemoteSettings, keys: RecordKeys | None, name: bytes, records: Records | None
+) -> Store:
     from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 
-    make = partial(make_remote, config.tiers.remote, keys=record_keys(config.network))
+    make = partial(make_remote, settings, keys=keys)
     if records is None:
         return make(name)
     remote = make(records.form.fingerprint)

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
-from kvconnect.config import Config
 from kvconnect.engines.sglang.storage_tiers import GROUP, PageCache, PageTiers
 from kvconnect.errors import Corrupt
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.planner import count_lookup, hits_by_tier
+from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import Store
 from kvconnect.tiers.peers.peer_store import PeerStore
@@ -35,17 +35,17 @@ class PageStore:
     def __init__(
         self,
         memory: HostArena,
-        config: Config,
+        config: Settings,
         stores: Mapping[Tier, Store] | None = None,
     ) -> None:
         slots = memory.num_slots
-        self.index = HostIndex(slots, 1, make_policy(config.offload.policy, slots))
+        self.index = HostIndex(slots, 1, make_policy(config.policy, slots))
         self.memory = memory
         peers = stores.get(Tier.PEER) if stores else None
         self._pages = PageCache(self.index, memory, peers if isinstance(peers, PeerStore) else None)
-        limits = (config.tiers.wait_s, config.deadline_s)
+        limits = (config.wait_s, config.deadline_s)
         self.tiers = PageTiers(stores, self._pages, limits) if stores else None
-        self._wait_s = config.tiers.wait_s
+        self._wait_s = config.wait_s
 
     @property
     def most(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
+import msgspec
 import vllm
 from vllm import envs
 from vllm.config import VllmConfig
@@ -12,10 +14,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import engine_versions
 from kvconnect.cache import architectures
-from kvconnect.config import Config, parse_config
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.errors import ConfigError, Incompatible, refusing
 from kvconnect.offload.streams import check_device
+from kvconnect.settings import Settings, find_settings
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -24,16 +26,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def checked_settings(config: VllmConfig) -> Config:
+def checked_settings(config: VllmConfig) -> Settings:
     """Return KVConnect's settings after checking them, the engine and the model.
 
     Raises:
         ConfigError: a setting of KVConnect or vLLM cannot be used.
         Incompatible: the model or engine is not supported. Users see only the message.
     """
-    settings = parse_config(config.kv_transfer_config.kv_connector_extra_config)
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    settings = find_settings(extra, os.environ).settings
     with refusing(f"model {config.model_config.model}"):
-        check_engine(config, settings.network.listen)
+        check_engine(config, settings.listen)
         _check_context_parallelism(config, settings)
         return _without_tiers(settings) if _returns_experts(config) else settings
 
@@ -75,12 +78,11 @@ def check_model(model: ModelConfig) -> None:
         raise Incompatible(f"no offload with {why}", fix)
 
 
-def _check_context_parallelism(config: VllmConfig, settings: Config) -> None:
+def _check_context_parallelism(config: VllmConfig, settings: Settings) -> None:
     """Refuse all but the host tier where a block's tokens are spread over ranks: other engines and
     later starts may spread them in another way."""
     ranks = config.parallel_config.decode_context_parallel_size
-    leaves = settings.tiers.disk or settings.tiers.remote or settings.tiers.cache_peers
-    if ranks > 1 and (leaves or config.kv_transfer_config.kv_role != "kv_both"):
+    if ranks > 1 and (settings.has_tiers or config.kv_transfer_config.kv_role != "kv_both"):
         fix = "its blocks cannot leave the engine: use 1, or kv_role kv_both with host memory only"
         raise ConfigError("decode_context_parallel_size", ranks, fix)
 
@@ -97,9 +99,9 @@ def _returns_experts(config: VllmConfig) -> bool:
     return True
 
 
-def _without_tiers(settings: Config) -> Config:
+def _without_tiers(settings: Settings) -> Settings:
     """Return settings without secondary tiers, whose blocks vLLM would not use."""
-    kept = settings.replace(disk={}, remote={}, cache_peers={})
+    kept = msgspec.structs.replace(settings, disk=None, remote=None, cache_peers=None)
     if kept != settings:
         logger.warning("disk, remote and cache_peers are ignored: vLLM returns routed experts")
     return kept

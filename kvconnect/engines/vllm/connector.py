@@ -7,11 +7,13 @@ calls the class methods in the API server.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -33,7 +35,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvconnect.config import KVLayout, parse_config
 from kvconnect.engines.vllm import sleep, translate, weights
 from kvconnect.engines.vllm.checks import checked_settings, why_idle
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
@@ -43,6 +44,8 @@ from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
 from kvconnect.engines.vllm.worker import ConnectorWorker
 from kvconnect.errors import Misuse, refusing
+from kvconnect.settings import KVLayout, find_settings
+from kvconnect.settings.summary import start_line
 from kvconnect.types import Tier, TransferId
 
 if TYPE_CHECKING:
@@ -82,6 +85,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = checked_settings(vllm_config)
+        if role is KVConnectorRole.SCHEDULER:
+            logger.info("%s", start_line(self._config, f"vLLM {vllm.__version__}"))
         self._tier_tokens: Mapping[Tier, int] = {}  # of the last admitted request
         with refusing(f"model {vllm_config.model_config.model}"):
             _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
@@ -125,7 +130,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Return False, after checking the settings: with CUDA graphs, vLLM calls this before it
         loads anything, so a bad setting ends the start early."""
-        parse_config(extra_config)
+        find_settings(extra_config, os.environ)
         return False
 
     @classmethod
@@ -133,7 +138,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """Return the layout to ask for, after checking all settings. vLLM calls this outside of its
         workers and before it measures memory, so a refused start ends early with a single
         traceback."""
-        return _LAYOUTS[checked_settings(vllm_config).offload.kv_layout]
+        return _LAYOUTS[checked_settings(vllm_config).kv_layout]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:

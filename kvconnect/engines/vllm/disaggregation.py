@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.config import Config
 from kvconnect.disaggregation.leases import Leases
 from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import (
@@ -34,6 +33,7 @@ from kvconnect.protocol.handoff_request import (
     HandoffRequest,
     parse_request,
 )
+from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import Keys, NoLocalKey, read_key
 from kvconnect.types import NULL_BLOCK, Endpoint, Span, TransferId
@@ -59,7 +59,7 @@ class DisaggregationScheduler:
     def __init__(
         self,
         vllm_config: VllmConfig,
-        config: Config,
+        config: Settings,
         groups: Sequence[CacheGroup],
         stats: OffloadingConnectorStats,
         adapters: Adapters,
@@ -71,14 +71,14 @@ class DisaggregationScheduler:
         self._groups = groups
         self.stats = stats
         self.stands = False  # the engine was paused after its last step
-        self._sends: bool = transfer.is_kv_producer and config.network.listen != "off"
+        self._sends: bool = transfer.is_kv_producer and config.listen != "off"
         self._receives: bool = transfer.is_kv_consumer
         self.greeted = False
         self.alone = False  # no other connector of this engine hands off; set by greet
         # A standing ticket names one engine's workers, but vLLM may route to another engine.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
         try:
-            keys = Keys(read_key(config.network), config.network.key_file)
+            keys = Keys(read_key(config), config.key_file)
         except NoLocalKey:
             if transfer.kv_role != "kv_both":
                 raise
@@ -86,7 +86,7 @@ class DisaggregationScheduler:
         self.tickets = TicketIssuer(
             keys,
             -1 if alone else parallel.data_parallel_index,
-            config.disaggregation.lease_s,
+            config.lease_s,
             PrefillSource(
                 engine_id=transfer.engine_id,
                 epoch=secrets.randbits(62),
@@ -98,7 +98,7 @@ class DisaggregationScheduler:
         )
         limits = HandoffLimits(
             workers=parallel.world_size,
-            lease_s=config.disaggregation.lease_s,
+            lease_s=config.lease_s,
             deadline_s=config.deadline_s,
         )
         self.leases = Leases(groups, stats, limits)

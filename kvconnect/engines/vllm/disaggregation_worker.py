@@ -12,7 +12,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import engine_versions
-from kvconnect.config import Config, listen_address
 from kvconnect.disaggregation.agent import HandoffAgent, WorkerCache, start_agent
 from kvconnect.disaggregation.sessions import GroupPages
 from kvconnect.disaggregation.staging import make_memory
@@ -20,6 +19,8 @@ from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.errors import Incompatible
 from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import Hello
+from kvconnect.settings import Settings
+from kvconnect.settings.addresses import listen_address
 from kvconnect.transport.security import NoLocalKey
 from kvconnect.types import Rank
 
@@ -36,7 +37,7 @@ class FormerAgent(NamedTuple):
 def make_handoffs(
     vllm_config: VllmConfig,
     cache: KVCacheConfig,
-    config: Config,
+    config: Settings,
     kv_caches: Mapping[str, torch.Tensor],
     identity: Identity,
     former: FormerAgent | None = None,
@@ -50,7 +51,7 @@ def make_handoffs(
             role is only for hand-offs.
     """
     transfer = vllm_config.kv_transfer_config
-    sends = transfer.is_kv_producer and config.network.listen != "off"
+    sends = transfer.is_kv_producer and config.listen != "off"
     splits_blocks = vllm_config.parallel_config.decode_context_parallel_size > 1
     if splits_blocks or not (sends or transfer.is_kv_consumer):
         return None
@@ -80,9 +81,9 @@ def make_handoffs(
         return None
 
 
-def _address(vllm_config: VllmConfig, config: Config) -> tuple[str, int]:
+def _address(vllm_config: VllmConfig, config: Settings) -> tuple[str, int]:
     """Return (host, port) to listen at. Each worker of each engine has its own port."""
-    address = listen_address(config.network.listen)
+    address = listen_address(config.listen)
     assert address is not None
     host, port = address
     if port:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix
-from kvconnect.config import AUTO, Config, PolicyName
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.messages import WorkerHello
 from kvconnect.engines.vllm.shares import ShareTickets
@@ -18,6 +18,7 @@ from kvconnect.engines.vllm.tiers import TierScheduler
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.planner import OffloadLimits, OffloadPlan
+from kvconnect.settings import PolicyName, Settings
 from kvconnect.stats import OffloadingConnectorStats
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ def most_tokens(request: Request, groups: Sequence[CacheGroup]) -> int:
 
 
 def limits_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Settings
 ) -> OffloadLimits:
     held_blocks = max(1, int(kv_cache_config.num_blocks * _STORE_SHARE))
-    workers, share = vllm_config.parallel_config.world_size, config.offload.pin_share
+    workers, share = vllm_config.parallel_config.world_size, config.pin_share
     return OffloadLimits(workers, config.deadline_s, held_blocks, share)
 
 
@@ -59,32 +60,36 @@ def make_plan(
 
 
 def make_tiers(
-    config: Config,
+    config: Settings,
     plan: OffloadPlan,
     hellos: Mapping[tuple[int, int], WorkerHello],
     adapters: Adapters,
     shares: ShareTickets,
 ) -> TierScheduler | None:
-    if not (config.tiers.disk or config.tiers.remote or config.tiers.cache_peers):
+    if not config.has_tiers:
         return None
     sizes = len(hellos), sum(hello.slot_bytes for hello in hellos.values())
     return TierScheduler(config, plan, sizes, adapters, shares)
 
 
-def settings_for(vllm_config: VllmConfig, config: Config) -> Config:
+def settings_for(vllm_config: VllmConfig, config: Settings) -> Settings:
     """Return ``config``, without loads inside the step if steps overlap: the step after a failed
     load would sample from bad blocks."""
-    if not config.offload.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
+    if not config.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
         return config
-    if config.offload.sync_load_bytes != AUTO:
+    if config.sync_load_bytes != "auto":
         logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
-    return config.replace(sync_load_bytes=0)
+    return msgspec.structs.replace(config, sync_load_bytes=0)
 
 
-def inside_step(plan: OffloadPlan, tokens: int, slot_bytes: int, most: int, others: int) -> bool:
+def inside_step(
+    plan: OffloadPlan, tokens: int, slot_bytes: int, most: int | Literal["auto"], others: int
+) -> bool:
     """Return whether a load runs inside the step. If a failed load makes the request start over, it
     does not: the engine restarts parked requests only."""
     if not tokens or not keeps_prefix(plan.groups):
         return False
     blocks = tokens // plan.groups[0].block_tokens
-    return plan.load_mode.inside(blocks, others) if most == AUTO else blocks * slot_bytes <= most
+    if most == "auto":
+        return plan.load_mode.inside(blocks, others)
+    return blocks * slot_bytes <= most

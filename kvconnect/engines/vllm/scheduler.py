@@ -14,7 +14,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.cache.groups import CacheGroup
-from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.checks import LiveRequests
 from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
@@ -45,6 +44,7 @@ from kvconnect.offload.planner import (
     hits_by_tier,
 )
 from kvconnect.protocol.options import with_receipt
+from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Tier, TransferId
 
@@ -99,7 +99,7 @@ class ConnectorScheduler:
     device: DeviceBlocks  # set right after construction, when vLLM passes its block pool
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Settings
     ) -> None:
         self.observer: SchedulerObserver | None = None
         translate.recompute_failed_loads(vllm_config)
@@ -150,7 +150,7 @@ class ConnectorScheduler:
     def _make_plan(
         self, num_slots: int, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats
     ) -> OffloadPlan:
-        policy = self._config.offload.policy
+        policy = self._config.policy
         return make_plan(groups, num_slots, policy, stats, self._limits, self._numbers)
 
     def add_request(self, request: Request) -> TransferId | None:
@@ -197,7 +197,7 @@ class ConnectorScheduler:
         if req_id in self.handoff.failed and req_id in self._matched:
             found = 0  # vLLM 0.32 did not admit this load and may never do so, see `failed`
         # Offered pages are sent while the step runs, before it is known that a load failed.
-        most, others = self._config.offload.sync_load_bytes, len(self._requests) - 1
+        most, others = self._config.sync_load_bytes, len(self._requests) - 1
         sync = inside_step(self.plan, found, self._slot_bytes, most, others)
         # If the whole prompt is found, a load inside the step leaves its last block to compute.
         whole_prompt = local_tokens + found >= request.num_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -71,10 +72,10 @@ def check_start(config: VllmConfig) -> None:
 def _check_settings(transfer: KVTransferConfig | None) -> None:
     """Check KVConnect's own settings: vLLM may ask for them inside of a validation, whose errors
     take several lines."""
-    from kvconnect.config import parse_config
+    from kvconnect.settings import find_settings
 
     if getattr(transfer, "kv_connector", None) == "KVConnect":
-        parse_config(getattr(transfer, "kv_connector_extra_config", None) or {})
+        find_settings(getattr(transfer, "kv_connector_extra_config", None) or {}, os.environ)
 
 
 def _uses_kvconnect(transfer: KVTransferConfig | None) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.config import VllmConfig
@@ -18,18 +18,22 @@ from kvconnect.cache.keys import group_of
 from kvconnect.cache.layout import Geometry
 from kvconnect.cache.model_identity import model_name, weights_name
 from kvconnect.cache.record_format import RecordFormat, fingerprint, parts
-from kvconnect.config import Config
 from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.engines.vllm.tiers import named_by_tokens, shared_pages
 from kvconnect.errors import ConfigError, Incompatible, Refused
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.topology import head_range
+from kvconnect.settings import Settings
+from kvconnect.settings.stores import DiskSettings, RemoteSettings
 from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
 from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
+
+if TYPE_CHECKING:
+    from kvconnect.tiers.backends.remote import RecordKeys
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ class _Cache(NamedTuple):
 def make_lower_tiers(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
-    config: Config,
+    config: Settings,
     kv_caches: Mapping[str, torch.Tensor],
     host: tuple[HostArena, Geometry],
 ) -> TierWorker | None:
@@ -55,7 +59,7 @@ def make_lower_tiers(
     Raises:
         ConfigError: a tier cannot be used with its settings.
     """
-    if not (config.tiers.disk or config.tiers.remote or config.tiers.cache_peers):
+    if not config.has_tiers:
         return None
     store, geometry = host
     cache = _Cache(vllm_config, kv_cache_config, kv_caches, geometry)
@@ -71,15 +75,15 @@ def make_lower_tiers(
         first = parallel.data_parallel_index * parallel.world_size
         return PeerStore(start_agent(config, blocks, first + rank), blocks)
 
-    stores = make_tiers(
-        config.tiers,
-        {
-            Tier.DISK: partial(_make_disk, cache, fields, config.tiers.disk),
-            Tier.PEER: peers,
-            Tier.REMOTE: partial(_make_remote, cache, fields, config),
-        },
-    )
-    return TierWorker(stores, store, geometry, rank == 0, config.tiers.wait_s)
+    makers: dict[Tier, Callable[[], Store]] = {}
+    if config.disk is not None:
+        makers[Tier.DISK] = partial(_make_disk, cache, fields, config.disk)
+    if config.cache_peers is not None:
+        makers[Tier.PEER] = peers
+    if config.remote is not None:
+        keys = record_keys(config)
+        makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config.remote, keys)
+    return TierWorker(make_tiers(makers), store, geometry, rank == 0, config.wait_s)
 
 
 def stored_format(
@@ -117,21 +121,22 @@ def _draft(config: Any) -> str:
     return f"{config.method} {weights_name(str(model.model), model.revision, dummy=False)}"
 
 
-def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Store:
+def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: DiskSettings) -> Store:
     """Return the worker's own disk store, which stores slots unchanged."""
     parallel = cache.vllm_config.parallel_config
     owner = f"dp{parallel.data_parallel_index}-rank{parallel.rank}"
     return make_disk(settings, owner, fields, fingerprint(_own_fields(cache, fields)))
 
 
-def _make_remote(cache: _Cache, fields: Mapping[str, Any], config: Config) -> Store:
+def _make_remote(
+    cache: _Cache, fields: Mapping[str, Any], settings: RemoteSettings, keys: RecordKeys | None
+) -> Store:
     """Return the remote store, shared as widely as the cache allows: with SGLang if it has only K
     and V, else with vLLM of any tensor parallelism, else with engines of the same ranks."""
     from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 
     shared = _shared_form(cache, fields)
-    keys = record_keys(config.network)
-    store = make_remote(config.tiers.remote, shared.fingerprint, keys=keys)
+    store = make_remote(settings, shared.fingerprint, keys=keys)
     return HeadShardedStore(store, shared.layouts, group_of) if shared.layouts else store
 
 

@@ -15,7 +15,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import scope_of, seed_of, tenant_of
 from kvconnect.cache.record_format import page_names
-from kvconnect.config import Config
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.shares import ShareTickets
@@ -24,6 +23,7 @@ from kvconnect.errors import ConfigError
 from kvconnect.offload.copy_jobs import SettledJob
 from kvconnect.offload.planner import OffloadPlan
 from kvconnect.protocol.cache_hints import CacheHint
+from kvconnect.settings import Settings
 from kvconnect.tiers import (
     LookupRequest,
     LookupResult,
@@ -32,12 +32,10 @@ from kvconnect.tiers import (
     TierLimits,
     TierPlan,
 )
-from kvconnect.tiers.backends.base import parse_settings
 from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
 from kvconnect.tiers.messages import RemovalAnswer, TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers.pages import pages_per_block
-from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.removals import DroppedBlock, Removals, absent
 from kvconnect.types import Block, Tier
 
@@ -66,7 +64,7 @@ class TierScheduler:
 
     def __init__(
         self,
-        config: Config,
+        config: Settings,
         host: OffloadPlan,
         sizes: tuple[int, int],
         adapters: Adapters,
@@ -74,26 +72,26 @@ class TierScheduler:
     ) -> None:
         self._shares = shares
         workers, self._slot_bytes = sizes
-        peers = config.tiers.cache_peers
-        self._writes = bool(config.tiers.disk or config.tiers.remote)
+        peers = config.cache_peers
+        self._writes = bool(config.disk or config.remote)
         limits = TierLimits(
             workers=workers,
             deadline_s=config.deadline_s,
-            wait_s=config.tiers.wait_s,
+            wait_s=config.wait_s,
             slots=max(1, int(len(host.index.slots) * _SHARE)),
-            reused=self._writes and config.tiers.spill == "reused",
-            searches=self._writes or bool(peers.get("ask")),
+            reused=self._writes and config.spill == "reused",
+            searches=self._writes or bool(peers and peers.ask),
         )
         self._host = host
         groups = host.groups
-        decides = config.tiers.load_when == "faster"
+        decides = config.load_when == "faster"
         self._cost = CostModel(groups[0].block_tokens) if decides else None
         self._names = BlockNames(groups, adapters, shared_pages(config, groups))
         self._keys: dict[Block, bytes] = {}  # of blocks being stored
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._timed = 0  # number of the last step in it
         self._ended = 0.0  # when the last step ended
-        self._offers = Offers(host.index, peers.get("listen", "off") != "off")
+        self._offers = Offers(host.index, peers is not None and peers.listen != "off")
         self.plan = TierPlan(host.index, groups, host.stats, limits, self._choose, self._fetched)
         write_backs = self.plan.write_backs
         self._removals = Removals(write_backs, host.stats, workers, config.deadline_s)
@@ -287,15 +285,15 @@ def named_by_tokens(groups: Sequence[CacheGroup]) -> bool:
     return len(groups) == 1 and groups[0].is_full
 
 
-def shared_pages(config: Config, groups: Sequence[CacheGroup]) -> int:
+def shared_pages(config: Settings, groups: Sequence[CacheGroup]) -> int:
     """Return in how many pages peers read a block.
 
     Raises:
         ConfigError: ``page_tokens`` does not divide the block, or its parts have no names.
     """
-    if not config.tiers.cache_peers:
+    if config.cache_peers is None:
         return 1
-    asked = parse_settings(PeerOptions, config.tiers.cache_peers, ("serve_rate",)).page_tokens
+    asked = config.cache_peers.page_tokens
     if asked and not named_by_tokens(groups):
         fix = "remove it: only blocks of one full-attention group can be shared by pages"
         raise ConfigError("page_tokens", asked, fix)

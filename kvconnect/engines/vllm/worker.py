@@ -14,7 +14,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import memory, threads
 from kvconnect.cache.groups import keeps_prefix
-from kvconnect.config import Config, check_fits, share_of_host_bytes
 from kvconnect.copy import make_copier
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.vllm import translate
@@ -29,6 +28,8 @@ from kvconnect.errors import Misuse
 from kvconnect.offload.host_tier import HostTier
 from kvconnect.offload.messages import JobReport, LoadBlocks
 from kvconnect.protocol.identity import Identity
+from kvconnect.settings import Settings
+from kvconnect.settings.host_memory import check_fits, share_of_host_bytes
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.types import Tier
 
@@ -53,7 +54,7 @@ class ConnectorWorker:
     make_copier = staticmethod(make_copier)
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Settings
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -96,7 +97,7 @@ class ConnectorWorker:
                 geometry,
                 area,
                 self.make_copier,
-                self._config.offload.store_rate,
+                self._config.store_rate,
             )
             places = translate.cache_layers(self._kv_cache_config, kv_caches, geometry)
             self._tier.executor.sync.layers = places
@@ -109,7 +110,7 @@ class ConnectorWorker:
             )
             if self._tiers is not None:
                 self._tiers.news = self._news
-        mixes = self._config.disaggregation.mix_weights
+        mixes = self._config.mix_weights
         self._weights = self._weights or WorkerWeights(self._vllm_config, mixes=mixes)
         self._make_agent = partial(
             make_handoffs, self._vllm_config, self._kv_cache_config, self._config, kv_caches
@@ -321,7 +322,7 @@ def _add_failures(
         failed.add(req_id)
 
 
-def _worker_share(vllm_config: VllmConfig, config: Config) -> int:
+def _worker_share(vllm_config: VllmConfig, config: Settings) -> int:
     """Return this worker's share of the host tier in bytes.
 
     Raises:
@@ -331,6 +332,6 @@ def _worker_share(vllm_config: VllmConfig, config: Config) -> int:
     engines = translate.engines_beside(parallel)
     workers: int = parallel.world_size
     there = memory.total_bytes()
-    total = share_of_host_bytes(config.offload, memory_bytes=there, engines=engines)
+    total = share_of_host_bytes(config, memory_bytes=there, engines=engines)
     check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")
     return total // workers

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvconnect.config import PolicyName
 from kvconnect.offload.eviction.base import EvictionPolicy
 from kvconnect.offload.eviction.lru import LRU
 from kvconnect.offload.eviction.s3fifo import S3FIFO
+from kvconnect.settings import PolicyName
 
 __all__ = ["LRU", "S3FIFO", "EvictionPolicy", "make_policy"]
 

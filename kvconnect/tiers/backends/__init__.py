@@ -6,10 +6,23 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from kvconnect.config import TierConfig
+import msgspec
+
 from kvconnect.errors import ConfigError
+from kvconnect.settings import check_struct
+from kvconnect.settings.stores import (
+    ENTRY_POINTS,
+    REMOTE_KINDS,
+    DiskSettings,
+    MemorySettings,
+    MooncakeSettings,
+    ObjectSettings,
+    OtherSettings,
+    RemoteSettings,
+    ValkeySettings,
+)
 from kvconnect.tiers.backends.base import BlockOutcome, Store, Usage
 from kvconnect.types import Tier
 
@@ -17,7 +30,6 @@ if TYPE_CHECKING:
     from kvconnect.tiers.backends.remote import RecordKeys
 
 __all__ = [
-    "ENTRY_POINTS",
     "BlockOutcome",
     "Store",
     "Usage",
@@ -29,119 +41,102 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_OWN = ("disk", "valkey", "object", "mooncake", "memory", "null")
-
-ENTRY_POINTS = "kvconnect.stores"
-"""Entry-point group of stores in other packages: callables that take the settings (a mapping) and
-the fingerprint, and return a :class:`Store` or raise :class:`ConfigError`."""
-
 
 def make_store(
     kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
 ) -> Store:
-    """Return a new store. Only the modules of its kind are imported.
+    """Return a new store of plain settings. Only the modules of its kind are imported.
 
     Args:
         kind: ``disk``, ``valkey``, ``object``, ``mooncake``, ``memory``, ``null``, or the name of
             another package's entry point.
-        settings: settings of the kind; see its class.
+        settings: settings of the kind; see its class in :mod:`kvconnect.settings.stores`.
         fingerprint: identifies the block format. Blocks of other formats are not found.
         keys: keys that seal records on shared servers. Stores of other packages do not use them.
 
     Raises:
         ConfigError: the kind is unknown, or the settings cannot be used.
     """
-    if kind in ("disk", "valkey", "object", "mooncake"):
-        try:
-            return _make_large(kind, settings, fingerprint, keys)
-        except ImportError as error:
-            raise ConfigError("store", kind, f"install {error.name}") from error
-    if kind == "memory":
-        from kvconnect.tiers.backends.memory import MemoryStore
+    if kind == "disk":
+        from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
 
-        return MemoryStore.from_settings(settings)
-    if kind == "null":
-        from kvconnect.tiers.backends.memory import NullStore
-
-        return NullStore.from_settings(settings)
-    return _from_elsewhere(kind, settings, fingerprint)
+        return DiskStore(check_struct(DiskOptions, settings), fingerprint)
+    if kind in REMOTE_KINDS:
+        checked = cast("RemoteSettings", check_struct(REMOTE_KINDS[kind], settings))
+        return make_remote(checked, fingerprint, keys)
+    return make_remote(OtherSettings(name=kind, options=dict(settings)), fingerprint, keys)
 
 
 def make_remote(
-    settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
+    settings: RemoteSettings, fingerprint: bytes, keys: RecordKeys | None = None
 ) -> Store:
-    """Return the store that a user's settings describe; ``kind`` is one of the settings.
+    """Return the store that checked settings describe.
 
     Raises:
-        ConfigError: as of :func:`make_store`.
+        ConfigError: it cannot be made with them, or a package that it needs is missing.
     """
-    rest = {name: value for name, value in settings.items() if name != "kind"}
-    return make_store(str(settings["kind"]), rest, fingerprint, keys)
+    if isinstance(settings, OtherSettings):
+        return _from_elsewhere(settings, fingerprint)
+    try:
+        return _make_own(settings, fingerprint, keys)
+    except ImportError as error:
+        kind = str(type(settings).__struct_config__.tag)
+        raise ConfigError("store", kind, f"install {error.name}") from error
 
 
 def make_disk(
-    settings: Mapping[str, object], owner: str, fields: Mapping[str, object], fingerprint: bytes
+    settings: DiskSettings, owner: str, fields: Mapping[str, object], fingerprint: bytes
 ) -> Store:
     """Return a worker's disk store, in the folder of ``owner``; ``fields`` describe the format.
 
     Raises:
-        ConfigError: as of :func:`make_store`, or a setting that each worker sets by itself.
+        ConfigError: as of :func:`make_store`.
     """
-    for name in ("owner", "about"):
-        if name in settings:
-            raise ConfigError(name, settings[name], "each worker sets its own: leave it out")
     about = {name: str(value) for name, value in fields.items()}
-    return make_store("disk", {**settings, "owner": owner, "about": about}, fingerprint)
+    return make_store(
+        "disk", {**msgspec.structs.asdict(settings), "owner": owner, "about": about}, fingerprint
+    )
 
 
-def make_tiers(config: TierConfig, makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
-    """Return a worker's secondary tiers that ``config`` names, in the order of ``makers``, the
-    fastest first. If one cannot be made, those before it are closed, and the error is raised."""
-    named = {
-        Tier.DISK: config.disk,
-        Tier.PEER: config.cache_peers,
-        Tier.REMOTE: config.remote,
-    }
+def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
+    """Return a worker's secondary tiers in the order of ``makers``, the fastest first. If one
+    cannot be made, those before it are closed, and the error is raised."""
     stores: dict[Tier, Store] = {}
     with ExitStack() as undo:
         for tier, make in makers.items():
-            if not named[tier]:
-                continue
             stores[tier] = undo.enter_context(closing(make()))
             logger.info("KVConnect tier %s: %r", tier.value, stores[tier])
         undo.pop_all()
     return stores
 
 
-def _make_large(
-    kind: str, settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None
-) -> Store:
-    """Return a store that needs optional packages; raise :class:`ImportError` without them."""
-    if kind == "disk":
-        from kvconnect.tiers.backends.disk import DiskStore
-
-        return DiskStore.from_settings(settings, fingerprint)
-    if kind == "valkey":
+def _make_own(settings: RemoteSettings, fingerprint: bytes, keys: RecordKeys | None) -> Store:
+    """Return a store of this package; raise :class:`ImportError` without the packages it needs."""
+    if isinstance(settings, ValkeySettings):
         from kvconnect.tiers.backends.valkey import make_valkey_store
 
         return make_valkey_store(settings, fingerprint, keys)
-    if kind == "mooncake":
+    if isinstance(settings, MooncakeSettings):
         from kvconnect.tiers.backends.mooncake import make_mooncake_store
 
         return make_mooncake_store(settings, fingerprint, keys)
-    from kvconnect.tiers.backends.object import make_object_store
+    if isinstance(settings, ObjectSettings):
+        from kvconnect.tiers.backends.object import make_object_store
 
-    return make_object_store(settings, fingerprint, keys)
+        return make_object_store(settings, fingerprint, keys)
+    from kvconnect.tiers.backends.memory import MemoryStore, NullStore
+
+    return MemoryStore(settings.capacity) if isinstance(settings, MemorySettings) else NullStore()
 
 
-def _from_elsewhere(kind: str, settings: Mapping[str, object], fingerprint: bytes) -> Store:
-    for entry in entry_points(group=ENTRY_POINTS, name=kind):
+def _from_elsewhere(settings: OtherSettings, fingerprint: bytes) -> Store:
+    for entry in entry_points(group=ENTRY_POINTS, name=settings.name):
         try:
             make = entry.load()
         except (ImportError, AttributeError) as error:
             fix = f"its package cannot be loaded ({error}): reinstall it or use another store"
-            raise ConfigError("store", kind, fix) from error
-        store: Store = make(settings, fingerprint)
+            raise ConfigError("store", settings.name, fix) from error
+        store: Store = make(settings.options, fingerprint)
         return store
     others = sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)})
-    raise ConfigError("store", kind, f"use {', '.join([*_OWN, *others])}")
+    raise ConfigError("store", settings.name, f"use {', '.join(['disk', *REMOTE_KINDS, *others])}")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import mmap
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-import msgspec
-
-from kvconnect.config import parse_bytes
-from kvconnect.errors import ConfigError, Misuse
+from kvconnect.errors import Misuse
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import TransferType
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_KEY_BYTES = 255
 MAX_FINGERPRINT_BYTES = 64
@@ -127,34 +121,6 @@ def check_fingerprint(fingerprint: bytes) -> bytes:
             f"a fingerprint must have 1 to {MAX_FINGERPRINT_BYTES} bytes, not {len(fingerprint)}"
         )
     return fingerprint
-
-
-def parse_settings(kind: type[S], settings: Mapping[str, object], sizes: Sequence[str]) -> S:
-    """Return a store's settings as its struct. ``sizes`` names the fields that are byte counts.
-
-    Raises:
-        ConfigError: unknown key (names the nearest one), missing, or of the wrong type.
-    """
-    known = kind.__struct_fields__
-    values = dict(settings)
-    for key in settings:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            fix = (
-                f"unknown setting of the store, did you mean {near[0]!r}?" if near else "remove it"
-            )
-            raise ConfigError(key, settings[key], fix)
-    for field in sizes:
-        if field in values:
-            values[field] = parse_bytes(field, values[field])
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, ConfigError):  # the struct's own check of a value
-            raise error.__cause__ from None
-        field = str(error).rpartition("$.")[2].rstrip("`")
-        missing = next((name for name in known if f"`{name}`" in str(error)), field)
-        raise ConfigError(missing, settings.get(missing), str(error)) from error
 
 
 class WriteBudget:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import msgspec
 
 from kvconnect.offload.host_arena import load_hash
 from kvconnect.stats import OffloadingConnectorStats
@@ -18,7 +16,6 @@ from kvconnect.tiers.backends.base import (
     Usage,
     check_buffers,
     check_keys,
-    parse_settings,
 )
 
 
@@ -44,11 +41,6 @@ class MemoryStore(Store):
         self._nbytes = 0
         self._meter = StoreMeter()
         self._closed = False
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, object]) -> MemoryStore:
-        """Return a store of ``{"capacity": "1GiB"}``; raise :class:`ConfigError` otherwise."""
-        return cls(parse_settings(_Settings, settings, ("capacity",)).capacity)
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
@@ -124,18 +116,8 @@ class MemoryStore(Store):
         return kept is not None
 
 
-class _Settings(msgspec.Struct, frozen=True):
-    capacity: int
-
-
 class NullStore(Store):
     """Discards every block; measures the overhead of a tier that always misses. No settings."""
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, object]) -> NullStore:
-        """Return a store; raise :class:`ConfigError` for any setting."""
-        parse_settings(_NoSettings, settings, ())
-        return cls()
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
@@ -161,7 +143,3 @@ class NullStore(Store):
 
     def close(self) -> None:
         """Do nothing."""
-
-
-class _NoSettings(msgspec.Struct, frozen=True):
-    """No settings."""

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TimedOut
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import msgspec
-
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
+from kvconnect.settings.stores import MooncakeSettings
+from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
 
 T = TypeVar("T")
 
-_PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-_LEAST_BUFFER = 16 << 20
 _THREADS = 4  # a call moves 8 MiB and at most one value more; the buffer has room for four
 # This client provides no memory, so no other client connects to it. With a port in its name, it
 # tries once to reach the master instead of twenty times.
@@ -31,51 +27,19 @@ _NO_ROOM, _IN_WORK, _NOT_THERE = -200, -703, -704
 _NO_ANSWER = -900  # and all lower codes
 
 
-class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach the store.
-
-    Attributes:
-        address: ``HOST:PORT`` of the master.
-        prefix: beginning of all names in the store.
-        timeout_s: seconds without an answer after which a call has failed.
-        buffer: bytes of memory through which blocks are copied to and from the store. Give it at
-            least 32 MiB, and four of the largest blocks.
-    """
-
-    address: str = "127.0.0.1:50051"
-    prefix: str = "kvconnect"
-    timeout_s: float = 5.0
-    buffer: int = 128 << 20
-
-    def __post_init__(self) -> None:
-        self.node()
-        if not _PREFIX.fullmatch(self.prefix):
-            raise ConfigError("prefix", self.prefix, "use 1 to 64 letters, digits and _ . : -")
-        if not 0 < self.timeout_s <= 60:
-            raise ConfigError("timeout_s", self.timeout_s, "use seconds, at most 60")
-        if self.buffer < _LEAST_BUFFER:
-            raise ConfigError("buffer", self.buffer, 'use "16MiB" or more')
-
-    def node(self) -> tuple[str, int]:
-        """Return (host, port) of the master; raise :class:`ConfigError` for a bad address."""
-        host, _, port = self.address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ConfigError("address", self.address, "use HOST:PORT such as cache-1:50051")
-        return host, int(port)
-
-
 def make_mooncake_store(
-    settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
+    settings: MooncakeSettings, fingerprint: bytes, keys: RecordKeys | None = None
 ) -> RemoteStore:
-    """Return a store with the settings of :class:`MooncakeOptions`.
+    """Return a store with the settings of :class:`MooncakeSettings`.
 
     An unreachable master is not an error.
 
     Raises:
         ConfigError: a setting cannot be used, or the client library is missing.
     """
-    options = parse_settings(MooncakeOptions, settings, ("buffer",))
-    return RemoteStore(MooncakeServer(options, _library()), options.prefix, fingerprint, keys=keys)
+    return RemoteStore(
+        MooncakeServer(settings, _library()), settings.prefix, fingerprint, keys=keys
+    )
 
 
 def _library() -> Callable[[], Any]:
@@ -95,7 +59,7 @@ class MooncakeServer(Server):
     threads that the caller stops waiting for after the timeout.
     """
 
-    def __init__(self, options: MooncakeOptions, library: Callable[[], Any]) -> None:
+    def __init__(self, options: MooncakeSettings, library: Callable[[], Any]) -> None:
         self._options = options
         self._library = library
         self._client: Any = None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,62 +14,33 @@ from obstore.store import LocalStore, from_url
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.secret_files import read_secret
-from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
+from kvconnect.settings.stores import ObjectSettings
+from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
 
 T = TypeVar("T")
 
-_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}(/[A-Za-z0-9_-]{1,64}){0,4}")
 _FILE = "file://"
 _PART = 200  # characters of a path component; file systems allow 255
 
 
-class ObjectOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the objects are.
-
-    Attributes:
-        url: ``s3://bucket``, ``gs://bucket``, ``az://account/container`` or ``file:///folder``.
-        config_file: JSON file with settings of the client that are not in its environment, such as
-            ``{"endpoint": "http://minio:9000", "access_key_id": ...}``. Empty: none.
-        prefix: beginning of all names in the store.
-        timeout_s: seconds after which a request has failed.
-        connections: number of requests at the same time.
-    """
-
-    url: str
-    config_file: str = ""
-    prefix: str = "kvconnect"
-    timeout_s: float = 5.0
-    connections: int = 8
-
-    def __post_init__(self) -> None:
-        if not _PREFIX.fullmatch(self.prefix):
-            fix = "use 1 to 64 letters, digits, _ and -, or some of those with / between them"
-            raise ConfigError("prefix", self.prefix, fix)
-        if not 0 < self.timeout_s <= 60:
-            raise ConfigError("timeout_s", self.timeout_s, "use seconds, at most 60")
-        if not 1 <= self.connections <= 64:
-            raise ConfigError("connections", self.connections, "use 1 to 64")
-
-
 def make_object_store(
-    settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
+    settings: ObjectSettings, fingerprint: bytes, keys: RecordKeys | None = None
 ) -> RemoteStore:
-    """Return a store with the settings of :class:`ObjectOptions`.
+    """Return a store with the settings of :class:`ObjectSettings`.
 
     An unreachable server is not an error.
 
     Raises:
         ConfigError: a setting cannot be used.
     """
-    options = parse_settings(ObjectOptions, settings, ())
-    return RemoteStore(ObjectServer(options), options.prefix, fingerprint, keys=keys)
+    return RemoteStore(ObjectServer(settings), settings.prefix, fingerprint, keys=keys)
 
 
 class ObjectServer(Server):
     """One object per value, several requests at a time."""
 
-    def __init__(self, options: ObjectOptions) -> None:
+    def __init__(self, options: ObjectSettings) -> None:
         self._url = options.url
         self._client = _client(options)
         self._threads = ThreadPoolExecutor(
@@ -129,7 +99,7 @@ class ObjectServer(Server):
             raise TransferFailed(f"{self!r}: {error}") from error
 
 
-def _client(options: ObjectOptions) -> Any:
+def _client(options: ObjectSettings) -> Any:
     config = _config(options.config_file)
     try:
         if options.url.startswith(_FILE):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
 import valkey
 from valkey.backoff import NoBackoff
 from valkey.cluster import ClusterNode, ValkeyCluster
@@ -26,81 +24,28 @@ from valkey.retry import Retry
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.secret_files import read_secret_text
-from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
+from kvconnect.settings.stores import ValkeySettings
+from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
-
-_PREFIX = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
-
-
-class ValkeyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach the server.
-
-    Attributes:
-        address: ``HOST:PORT`` of the server; of a cluster, one or more nodes, separated by commas.
-        cluster: whether the server is a cluster.
-        user: name to log in with. Empty: the server's default user.
-        password_file: file with the password. Empty: no password.
-        tls_dir: folder with ``ca.crt``, and with ``tls.crt`` and ``tls.key`` if the server requires
-            a certificate of its clients. Empty: no TLS.
-        tls_name: name that the server's certificate must have. Empty: the host of ``address``. Set
-            it if the nodes of a cluster announce IP addresses that no certificate names.
-        prefix: beginning of all names on the server.
-        timeout_s: seconds without an answer after which a call has failed.
-        ttl_s: seconds that the server keeps a block. ``0``: as long as its memory policy allows.
-    """
-
-    address: str
-    cluster: bool = False
-    user: str = ""
-    password_file: str = ""
-    tls_dir: str = ""
-    tls_name: str = ""
-    prefix: str = "kvconnect"
-    timeout_s: float = 2.0
-    ttl_s: int = 0
-
-    def __post_init__(self) -> None:
-        if not _PREFIX.fullmatch(self.prefix):
-            raise ConfigError("prefix", self.prefix, "use 1 to 64 letters, digits and _ . : -")
-        if not 0 < self.timeout_s <= 60:
-            raise ConfigError("timeout_s", self.timeout_s, "use seconds, at most 60")
-        if not 0 <= self.ttl_s < 2**31:
-            raise ConfigError("ttl_s", self.ttl_s, "use whole seconds, 0 for no limit")
-        if self.tls_name and not self.tls_dir:
-            raise ConfigError("tls_name", self.tls_name, "set tls_dir, too: there is no TLS now")
-
-    def nodes(self) -> list[tuple[str, int]]:
-        """Return (host, port) of every node; raise :class:`ConfigError` for a bad address."""
-        found = []
-        for address in self.address.split(","):
-            host, _, port = address.strip().rpartition(":")
-            bad = not host or not {"/", "@"}.isdisjoint(host)
-            if bad or not port.isdecimal() or int(port) >= 2**16:
-                raise ConfigError("address", self.address, "use HOST:PORT such as cache-1:6379")
-            found.append((host.strip("[]"), int(port)))
-        if len(found) > 1 and not self.cluster:
-            raise ConfigError("address", self.address, "name one server, or set cluster to true")
-        return found
 
 
 def make_valkey_store(
-    settings: Mapping[str, object], fingerprint: bytes, keys: RecordKeys | None = None
+    settings: ValkeySettings, fingerprint: bytes, keys: RecordKeys | None = None
 ) -> RemoteStore:
-    """Return a store with the settings of :class:`ValkeyOptions`.
+    """Return a store with the settings of :class:`ValkeySettings`.
 
     An unreachable server is not an error.
 
     Raises:
         ConfigError: a setting cannot be used.
     """
-    options = parse_settings(ValkeyOptions, settings, ())
-    return RemoteStore(ValkeyServer(options), options.prefix, fingerprint, keys=keys)
+    return RemoteStore(ValkeyServer(settings), settings.prefix, fingerprint, keys=keys)
 
 
 class ValkeyServer(Server):
     """Pipelined commands over the client's connections. Connects at the first call."""
 
-    def __init__(self, options: ValkeyOptions) -> None:
+    def __init__(self, options: ValkeySettings) -> None:
         self._options = options
         self._nodes = options.nodes()
         self._arguments = _arguments(options)
@@ -196,7 +141,7 @@ def _stored(answer: object) -> BlockOutcome:
     return BlockOutcome.FAILED if isinstance(answer, Exception) else BlockOutcome.OK
 
 
-def _arguments(options: ValkeyOptions) -> dict[str, Any]:
+def _arguments(options: ValkeySettings) -> dict[str, Any]:
     """Return the client's arguments except the address."""
     found: dict[str, Any] = {
         "socket_timeout": options.timeout_s,

@@ -17,7 +17,6 @@ import msgspec
 
 from kvconnect import threads
 from kvconnect.cache.head_shards import HeadUnit, merged
-from kvconnect.config import Config, listen_address
 from kvconnect.errors import KVConnectError, ProtocolError, contained
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.addresses import Addresses
@@ -33,13 +32,15 @@ from kvconnect.protocol.cache_messages import (
 )
 from kvconnect.protocol.codec import PROTOCOL, common_protocol
 from kvconnect.protocol.identity import Identity, Weights, other_weights
+from kvconnect.settings import Settings
+from kvconnect.settings.addresses import listen_address
+from kvconnect.settings.sharing import PeerSettings
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.tiers.backends.base import StoreMeter, parse_settings
+from kvconnect.tiers.backends.base import StoreMeter
 from kvconnect.tiers.peers.asking import Holders, Questions
 from kvconnect.tiers.peers.connection_owner import check_other_end
 from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads
-from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.same_machine import MemoryAccess, SourceMemory, is_this_machine
 from kvconnect.tiers.peers.served import ServedBlocks
 from kvconnect.tiers.peers.serving import GroupUnits, SendLimit, Serving
@@ -138,7 +139,7 @@ class PeerAgent:
 
     def __init__(
         self,
-        options: PeerOptions,
+        options: PeerSettings,
         transport: Transport,
         blocks: SharedBlocks,
         read_s: float,
@@ -346,31 +347,31 @@ def _are_known(*hellos: CacheHello) -> bool:
     return all(hello.identity.weights != Weights() for hello in hellos)
 
 
-def start_agent(config: Config, blocks: SharedBlocks, number: int) -> PeerAgent:
+def start_agent(config: Settings, blocks: SharedBlocks, number: int) -> PeerAgent:
     """Start a worker's agent with the settings of its engine; see :class:`PeerAgent`. ``number``
     counts the workers of all data-parallel engines.
 
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
     """
-    options = parse_settings(PeerOptions, config.tiers.cache_peers, ("serve_rate",))
-    network = config.network
+    options = config.cache_peers
+    assert options is not None  # else there is no such tier
     if options.same_machine == "auto":
-        way: Literal["memory", "network"] = "network" if network.key_file else "memory"
+        way: Literal["memory", "network"] = "network" if config.key_file else "memory"
         options = msgspec.structs.replace(options, same_machine=way)
-    nixl = network.transport == "nixl"
+    nixl = config.transport == "nixl"
     connection = ConnectionOptions(
-        connections=network.connections,
-        max_peers=network.max_peers,
-        backend=network.nixl_backend,
-        local=not (network.key_file or network.peers),
+        connections=config.connections,
+        max_peers=config.max_peers,
+        backend=config.nixl_backend,
+        local=not (config.key_file or config.peers),
         digest=config.digest,
         stall_s=config.deadline_s,
     )
-    transport = make_transport("nixl" if nixl else "tcp", security_of(network), connection)
+    transport = make_transport("nixl" if nixl else "tcp", security_of(config), connection)
     with ExitStack() as undo:
         undo.callback(transport.close)
-        agent = PeerAgent(options, transport, blocks, config.tiers.wait_s, number, nixl)
+        agent = PeerAgent(options, transport, blocks, config.wait_s, number, nixl)
         undo.pop_all()
     return agent
 

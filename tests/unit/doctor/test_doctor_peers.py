@@ -15,9 +15,9 @@ import pytest
 
 from kvconnect import cli
 from kvconnect.cache.head_shards import HeadUnit
-from kvconnect.config import Config
 from kvconnect.doctor import Finding, cache_peers
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.settings import check_settings
 from kvconnect.tiers.peers import same_machine
 from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
 
@@ -40,7 +40,7 @@ class Workers:
         self._stack.callback(host.close)
         units = [[(HeadUnit(0, ((0, mmap.PAGESIZE),)),)]]
         peers = {"listen": "127.0.0.1:0", **settings}
-        config = Config().replace(cache_peers=peers, key_file=self.key_file)
+        config = check_settings({"cache_peers": peers, "key_file": self.key_file})
         agent = start_agent(config, SharedBlocks(host, units, form, b"layout"), 0)
         self._stack.callback(agent.close)
         assert agent.address is not None

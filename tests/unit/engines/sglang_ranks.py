@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kvconnect.config import Config
 from kvconnect.disaggregation.agent import start_agent
 from kvconnect.engines.sglang import translate
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
@@ -19,6 +18,7 @@ from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.protocol.topology import head_range
+from kvconnect.settings import Settings
 from kvconnect.types import Endpoint, Rank, Span
 
 PAGES, TOKENS, LAYERS, WIDTH, ROWS = 24, 4, 3, 8, 6
@@ -43,7 +43,7 @@ class Rank1:
         model = translate.Model("m", "float32", rank, kv_heads, (0, LAYERS), kv_heads == 1, -1)
         self.cache = translate.describe(self.args(), model, 5.0, SAME)
         address = ("127.0.0.1", 0) if sends else None
-        config = Config().replace(transport="tcp")
+        config = Settings(transport="tcp")
         self.agent = start_agent(config, self.cache, address, PATIENCE_S, True)
         self.ready: list[int] = []
         self.done: list[int] = []

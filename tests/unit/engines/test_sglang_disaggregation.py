@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvconnect.config import Config
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks
 from kvconnect.engines.sglang import translate
@@ -22,6 +21,7 @@ from kvconnect.engines.sglang.layerwise import DeferredFrees, LayerwisePush, def
 from kvconnect.engines.sglang.rooms import SendRoom, is_room, room_of, transfer_of
 from kvconnect.errors import Incompatible
 from kvconnect.protocol.prompts import difference, identify
+from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Rank, Span
 from tests.unit.engines.sglang_ranks import (
@@ -802,7 +802,7 @@ def test_a_cache_of_another_kind_is_refused(closing: ExitStack) -> None:
 def test_only_known_bootstrap_servers_are_asked(
     peers: tuple[str, ...], address: str, allowed: bool
 ) -> None:
-    addresses = BootstrapAddresses(Config().replace(peers=peers), "192.0.2.9")
+    addresses = BootstrapAddresses(Settings(peers=peers), "192.0.2.9")
     deadline = time.monotonic() + PATIENCE_S
     while not (addresses.allows(address) or addresses.refusal(address)):
         assert time.monotonic() < deadline
@@ -820,7 +820,7 @@ def test_a_name_that_hangs_holds_nobody_up() -> None:
         assert answers.wait(PATIENCE_S)
         return "127.0.0.1"
 
-    addresses = BootstrapAddresses(Config(), "192.0.2.9", resolve)
+    addresses = BootstrapAddresses(Settings(), "192.0.2.9", resolve)
     for number in range(100):  # it would wait for ever if it waited
         assert not addresses.allows(f"name{number}:1")
         assert not addresses.refusal(f"name{number}:1")
@@ -833,7 +833,7 @@ def test_a_name_that_hangs_holds_nobody_up() -> None:
 
 
 def test_what_is_remembered_of_servers_is_bounded() -> None:
-    addresses = BootstrapAddresses(Config(), "192.0.2.9", lambda _: "127.0.0.1")
+    addresses = BootstrapAddresses(Settings(), "192.0.2.9", lambda _: "127.0.0.1")
     for number in range(5000):
         addresses.refuse(f"10.0.0.{number}:1", "no")
         addresses.allows(f"name{number}:1")
@@ -844,7 +844,7 @@ def test_what_is_remembered_of_servers_is_bounded() -> None:
 
 
 def test_a_prefill_engine_that_does_not_fit_says_why() -> None:
-    addresses = BootstrapAddresses(Config(), "192.0.2.9")
+    addresses = BootstrapAddresses(Settings(), "192.0.2.9")
     addresses.refuse("127.0.0.1:1", "Page size mismatch: 16 and 32")
     assert "Page size mismatch: 16 and 32" in addresses.refusal("127.0.0.1:1")
     assert not addresses.refusal("127.0.0.1:2")

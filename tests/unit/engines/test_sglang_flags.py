@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import enum
+import json
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvconnect.config import Config, config_from_environment
 from kvconnect.engines import sglang
 from kvconnect.engines.sglang import plugin
 from kvconnect.errors import ConfigError
+from kvconnect.settings import Settings, find_settings
 
 
 def test_settings_come_from_one_variable(tmp_path: Path) -> None:
-    assert config_from_environment({}) == Config()
-    found = config_from_environment({"KVCONNECT_CONFIG": '{"transport": "tcp", "digest": "full"}'})
-    assert (found.network.transport, found.digest) == ("tcp", "full")
+    assert find_settings({}, {}).settings == Settings()
+    text = '{"transport": "tcp", "digest": "full"}'
+    found = find_settings({}, {"KVCONNECT_CONFIG": text}).settings
+    assert (found.transport, found.digest) == ("tcp", "full")
     file = tmp_path / "settings.json"
     file.write_text('{"host_bytes": "4GiB"}')
-    assert config_from_environment({"KVCONNECT_CONFIG": f"@{file}"}).offload.host_bytes == 4 << 30
+    assert find_settings({}, {"KVCONNECT_CONFIG": f"@{file}"}).settings.host_bytes == 4 << 30
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,7 @@ def test_settings_come_from_one_variable(tmp_path: Path) -> None:
 )
 def test_settings_that_cannot_be_used(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        config_from_environment({"KVCONNECT_CONFIG": text})
+        find_settings({}, {"KVCONNECT_CONFIG": text})
 
 
 def test_flags_are_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,13 +58,81 @@ def test_flags_are_on_or_off(monkeypatch: pytest.MonkeyPatch) -> None:
         plugin.is_layerwise()
 
 
+def server_args(**flags: Any) -> SimpleNamespace:
+    """SGLang's flags as far as they are looked at, with SGLang's defaults."""
+    defaults = {
+        "tokenizer_worker_num": 1,
+        "disaggregation_transfer_backend": "mooncake",
+        "disaggregation_mode": "null",
+        "unified_cache_external_linker_config": None,
+        "hicache_storage_backend_extra_config": None,
+    }
+    return SimpleNamespace(**{**defaults, **flags})
+
+
+HANDS_OFF = {"disaggregation_transfer_backend": plugin.NAME, "disaggregation_mode": "prefill"}
+WRONG = {"disk": {"paht": "/x", "capacity": "1GiB"}}
+
+
+def linker(module: str, **extra: Any) -> dict[str, Any]:
+    config = {"linker": "L", "linker_module_path": module, "linker_extra_config": extra}
+    return {"unified_cache_external_linker_config": config}
+
+
+def storage(module: str, **extra: Any) -> dict[str, Any]:
+    text = json.dumps({"module_path": module, "prefetch_threshold": 1, **extra})
+    return {"hicache_storage_backend_extra_config": text}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ"),
+    [
+        (HANDS_OFF, WRONG),
+        (linker("kvconnect.engines.sglang.linker", **WRONG), {}),
+        (linker("kvconnect.engines.sglang.linker"), WRONG),
+        (storage("kvconnect.engines.sglang.storage", **WRONG), {}),
+        (storage("kvconnect.engines.sglang.storage"), WRONG),
+    ],
+)
+def test_wrong_settings_are_found_before_a_model_is_loaded(
+    flags: dict[str, Any], environ: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(environ))
+    with pytest.raises(ConfigError, match=r"disk\.paht='/x' is not usable: .*'disk\.path'"):
+        plugin.check(server_args(**flags))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        linker("mine.linker", **WRONG),
+        storage("mine.storage", **WRONG),
+        {**HANDS_OFF, "disaggregation_mode": "null"},
+        {"hicache_storage_backend_extra_config": "@/etc/x.toml"},
+        {"hicache_storage_backend_extra_config": "no JSON"},
+    ],
+)
+def test_settings_of_nobody_are_not_looked_at(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang loads the plugin of every package that is installed."""
+    monkeypatch.setenv("KVCONNECT_CONFIG", json.dumps(WRONG))
+    plugin.check(server_args(**flags))
+
+
+def test_the_storage_backend_s_object_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "kv.yaml"
+    path.write_text("module_path: kvconnect.engines.sglang.storage\nlease_s: 0\n")
+    with pytest.raises(ConfigError, match="lease_s=0"):
+        plugin.check(server_args(hicache_storage_backend_extra_config=f"@{path}"))
+
+
 def test_several_tokenizer_workers_need_the_takeover(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(plugin.TAKEOVER, raising=False)
 
     def args(workers: int, backend: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            tokenizer_worker_num=workers, disaggregation_transfer_backend=backend
-        )
+        return server_args(tokenizer_worker_num=workers, disaggregation_transfer_backend=backend)
 
     plugin.check(args(1, plugin.NAME))
     plugin.check(args(4, "nixl"))

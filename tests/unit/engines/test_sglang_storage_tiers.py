@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from kvconnect.config import Config
 from kvconnect.engines.sglang.storage_pages import PageStore
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.settings import Settings
 from kvconnect.tiers.backends import BlockOutcome, Store
 from kvconnect.tiers.backends.memory import MemoryStore
 from kvconnect.types import Tier
@@ -47,7 +47,7 @@ class Bench:
     def __init__(self) -> None:
         self.disk, self.remote = Hanging(), Hanging()
         stores: dict[Tier, Store] = {Tier.DISK: self.disk, Tier.REMOTE: self.remote}
-        config = Config().replace(wait_s=SOON_S, deadline_s=SOON_S, digest="full")
+        config = Settings(wait_s=SOON_S, deadline_s=SOON_S, digest="full")
         self.store = PageStore(HostArena(SLOTS, PAGE, config.digest), config, stores)
 
     def put(self, number: int) -> None:

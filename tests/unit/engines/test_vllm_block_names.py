@@ -12,10 +12,11 @@ from vllm.lora.request import LoRARequest
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key, seed_of
 from kvconnect.cache.record_format import page_names
-from kvconnect.config import Config
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.engines.vllm.tiers import BlockNames, named_by_tokens, shared_pages
 from kvconnect.errors import ConfigError
+from kvconnect.settings import Settings
+from kvconnect.settings.sharing import PeerSettings
 
 SIZE = 4
 FULL = (CacheGroup(SIZE),)
@@ -82,8 +83,8 @@ def test_pages_of_blocks_are_the_blocks_of_other_engines() -> None:
 
 def test_page_sizes_that_cannot_be_used() -> None:
     def pages(tokens: int, *groups: CacheGroup) -> int:
-        asked = {"ask": ["10.0.0.1:1"], "page_tokens": tokens}
-        return shared_pages(Config().replace(cache_peers=asked), groups)
+        asked = PeerSettings(ask=("10.0.0.1:1",), page_tokens=tokens)
+        return shared_pages(Settings(cache_peers=asked), groups)
 
     assert [pages(tokens, *FULL) for tokens in (0, 1, 2, 4)] == [1, 4, 2, 1]
     several = (CacheGroup(SIZE), CacheGroup(SIZE, window=8))
@@ -91,7 +92,7 @@ def test_page_sizes_that_cannot_be_used() -> None:
     for tokens, groups in ((3, FULL), (8, FULL), (2, several), (4, several)):
         with pytest.raises(ConfigError, match=f"page_tokens={tokens} "):
             pages(tokens, *groups)
-    assert shared_pages(Config(), FULL) == 1
+    assert shared_pages(Settings(), FULL) == 1
 
 
 def test_images_and_several_kinds_of_attention_go_by_vllms_hashes() -> None:

@@ -10,9 +10,9 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvconnect.cache.layout import Geometry, GroupGeometry, view_segments
-from kvconnect.config import Config
 from kvconnect.engines.vllm import tier_stores, translate
 from kvconnect.errors import ConfigError, Incompatible
+from kvconnect.settings.stores import ValkeySettings
 from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 from kvconnect.tiers.backends.memory import MemoryStore
 
@@ -57,9 +57,8 @@ def test_k_and_v_as_heads_of_their_own_are_for_engines_with_the_same_ranks(
     monkeypatch.setattr(tier_stores, "records_for_all", nobody)
     monkeypatch.setattr(translate, "can_split_pages", lambda *_: False)
     monkeypatch.setattr(tier_stores, "make_remote", lambda *_, **__: MemoryStore(1 << 20))
-    store = tier_stores._make_remote(
-        cache(slots, tp, rank), {}, Config().replace(remote={"kind": "valkey"})
-    )
+    settings = ValkeySettings(address="cache-1:6379")
+    store = tier_stores._make_remote(cache(slots, tp, rank), {}, settings, None)
     assert isinstance(store, HeadShardedStore) == shared
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import scheduler_ops
-from kvconnect.config import PolicyName
 from kvconnect.offload.eviction import lru, s3fifo
+from kvconnect.settings import PolicyName
 from kvconnect.tiers import writeback
 from tests.small import smoke
 

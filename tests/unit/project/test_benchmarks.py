@@ -26,7 +26,7 @@ from benchmarks.copy import MIB
 from benchmarks.offload_engine import DEVICE_BLOCKS
 from benchmarks.serve import fleet as serve_fleet
 from benchmarks.serve import parts, sglang_servers, workloads
-from kvconnect.config import parse_config
+from kvconnect.settings import check_settings
 from scripts import headlines, measured
 from tests.fakes import model_servers
 from tests.fakes.model_servers import Caches, LoopbackLink, use_model_servers
@@ -165,7 +165,7 @@ class FakeEngine:
     def __init__(self, name: str, connector: str | None, extra: dict[str, Any]) -> None:
         self.name = name
         if connector == "KVConnect":
-            parse_config(extra)
+            check_settings(extra)
         self._caches = Caches(DEVICE_BLOCKS, 1 << 20 if connector else 0, 1)
         self._hits = 0
         self.llm = SimpleNamespace(generate=self._generate)

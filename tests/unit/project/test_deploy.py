@@ -17,9 +17,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kvconnect.config import parse_config
 from kvconnect.router.flags import add_flags, options_of
 from kvconnect.router.fleet.sources.dns import DNS_EVERY_S
+from kvconnect.settings import check_settings
 from tests.boards import ALERTS, FOLDER
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -266,12 +266,12 @@ def test_engines_get_settings_that_exist(name: str, role: str) -> None:
     flag, text = container["args"][-2:]
     settings = json.loads(text.replace("$(POD_IP)", "10.1.2.3"))
     assert (flag, settings["kv_role"]) == ("--kv-transfer-config", role)
-    config = parse_config(settings["kv_connector_extra_config"])
-    address, port = config.network.listen.split(":")
+    config = check_settings(settings["kv_connector_extra_config"])
+    address, port = config.listen.split(":")
     assert address == "10.1.2.3"
     assert int(port) in [port["containerPort"] for port in container["ports"]]
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-    assert str(Path(config.network.key_file).parent) in mounts
+    assert str(Path(config.key_file).parent) in mounts
 
 
 def test_the_router_is_given_keys_and_the_services_of_the_engines(tmp_path: Path) -> None:

@@ -23,22 +23,20 @@ import tomllib
 from packaging.requirements import Requirement
 
 from kvconnect import cli, errors
-from kvconnect.config import SETTINGS, config_from_environment, parse_config
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM, families
 from kvconnect.router.flags import options_of
-from kvconnect.tiers.backends.base import BlockOutcome, parse_settings
-from kvconnect.tiers.backends.disk.folder import parse_options
-from kvconnect.tiers.backends.mooncake import MooncakeOptions
-from kvconnect.tiers.backends.object import ObjectOptions
-from kvconnect.tiers.backends.valkey import ValkeyOptions
+from kvconnect.settings import Settings, check_settings, find_settings
+from kvconnect.settings.sharing import PeerSettings
+from kvconnect.settings.stores import DiskSettings, MooncakeSettings, ObjectSettings, ValkeySettings
+from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.types import FailureCause
 from scripts import headlines, reference, site_pages
 from scripts.gpu.command import parse
 from tests.documents import PAGES, ROOT, SHELL, Command, blocks, blocks_of, commands, commands_of
 
 COMMANDS = commands()
-REMOTE = {"valkey": ValkeyOptions, "object": ObjectOptions, "mooncake": MooncakeOptions}
+REMOTE = (ValkeySettings, ObjectSettings, MooncakeSettings)
 
 # Commands ---------------------------------------------------------------------------------------
 
@@ -59,17 +57,7 @@ def check_vllm(command: Command) -> None:
 
 def check_transfer_config(config: Mapping[str, Any]) -> None:
     if config["kv_connector"] == "KVConnect":
-        check_settings(config.get("kv_connector_extra_config", {}))
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    config = parse_config(settings)
-    if config.tiers.disk:
-        parse_options(config.tiers.disk)
-    if config.tiers.remote:
-        remote = dict(config.tiers.remote)
-        kind = REMOTE[remote.pop("kind")]
-        parse_settings(kind, remote, ("buffer",) if kind is MooncakeOptions else ())
+        find_settings(config.get("kv_connector_extra_config", {}), {})
 
 
 def check_pip(command: Command) -> None:
@@ -182,7 +170,7 @@ CHECKS: dict[str, Callable[..., None]] = {
 def check(command: Command, folder: Path) -> None:
     """Raise if the command would not work."""
     if "KVCONNECT_CONFIG" in command.variables:
-        config_from_environment(command.variables)
+        find_settings({}, command.variables)
     if command.words:
         named = CHECKS[command.words[0]]
         needs_folder = "folder" in inspect.signature(named).parameters
@@ -344,8 +332,8 @@ def test_lists_are_lists_on_the_site() -> None:
 
 def test_every_setting_has_a_row() -> None:
     text = (ROOT / "docs/configuration.md").read_text()
-    stores = (reference.DiskOptions, reference.PeerOptions, *REMOTE.values())
-    for name in (*SETTINGS, *(name for struct in stores for name in struct.__struct_fields__)):
+    structs = (Settings, DiskSettings, PeerSettings, *REMOTE)
+    for name in (name for struct in structs for name in struct.__struct_fields__):
         assert f"| `{name}` |" in text
 
 

@@ -40,7 +40,7 @@ def loaded_after(code: str) -> set[str]:
     [
         "import kvconnect",
         "import kvconnect; [getattr(kvconnect, name) for name in kvconnect.__all__]",
-        "import kvconnect.config, kvconnect.memory, kvconnect.stats, kvconnect.engine_versions",
+        "import kvconnect.settings, kvconnect.memory, kvconnect.stats, kvconnect.engine_versions",
         "import kvconnect.cli",
     ],
 )

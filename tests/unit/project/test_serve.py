@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 from benchmarks.serve import answers, fleet, sglang_servers, trace, workloads
 from benchmarks.serve.load import LoadFailed
 from benchmarks.serve.trace import Request
-from kvconnect.config import parse_bytes
+from kvconnect.settings.quantities import parse_bytes
 from tests.engines.server import Answer
 
 BLOCK = 32

@@ -14,11 +14,11 @@ import pytest
 from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.cache.keys import block_key
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.settings import check_struct
+from kvconnect.settings.sharing import PeerSettings
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
-from kvconnect.tiers.backends.base import parse_settings
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
-from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 
@@ -69,7 +69,7 @@ class Engine:
         options = {"ask": list(ask), "ask_s": 10.0, **here, **settings}
         connection = ConnectionOptions(dead_after_s=WAIT_S, local=True)
         self.agent = PeerAgent(
-            parse_settings(PeerOptions, options, ()),
+            check_struct(PeerSettings, options),
             make_transport(transport, Security(key), connection),
             blocks,
             WAIT_S,

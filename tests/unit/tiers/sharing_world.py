@@ -27,11 +27,12 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.cache.keys import block_key, tenant_of
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
-from kvconnect.config import DigestMode
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, READY, HostIndex
 from kvconnect.protocol.cache_messages import NONCE_BYTES, HostTierAddresses, Place
+from kvconnect.settings import DigestMode
+from kvconnect.settings.sharing import PeerSettings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import (
     LookupRequest,
@@ -46,7 +47,6 @@ from kvconnect.tiers.messages import TierInstructions
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers import peer_agent, same_machine, serving, sources
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
-from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.tiers.peers.same_machine import OwnMemory, SourceMemory
 from kvconnect.tiers.worker import TierWorker
@@ -472,7 +472,7 @@ class Engine:
         blocks = SharedBlocks(self.host, layout, b"format", b"w" if layout is WHOLE else b"s")
         here = f"{HERE}:{FIRST_PORT + place}"
         everyone = f"{HERE}:{FIRST_PORT}-{FIRST_PORT + world.count - 1}"
-        options = PeerOptions(
+        options = PeerSettings(
             ask=(everyone,), listen=here, ask_s=ASK_S, same_machine=world.same_machine
         )
         self.agent = PeerAgent(options, self.network, blocks, WAIT_S)

@@ -451,8 +451,8 @@ def test_the_file_is_replaced_in_one_piece(
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({"model": 1}, "Expected `str`"),
-        ("model", "Expected `object`"),
+        ({"model": 1}, "use an object of words"),
+        ("model", "use an object of words"),
         ({"model": "x" * about.MAX_FORMAT_BYTES}, "about='164.. bytes'.*use 16384"),
     ],
 )

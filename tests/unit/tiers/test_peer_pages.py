@@ -20,14 +20,15 @@ from kvconnect.errors import ConfigError, ProtocolError
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.protocol.cache_messages import CacheHello, Fetch, FetchOutcome, Sent, decode, encode
+from kvconnect.settings import check_struct
+from kvconnect.settings.sharing import PeerSettings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED, LookupRequest, PrefetchDecision, TierLimits, TierPlan
-from kvconnect.tiers.backends.base import StoreMeter, parse_settings
+from kvconnect.tiers.backends.base import StoreMeter
 from kvconnect.tiers.messages import LookupBlocks, PrefetchBlocks, TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers.fetching import Reads, Wanted
 from kvconnect.tiers.peers.pages import PageKeys, pages_per_block
-from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import GroupUnits, SendLimit, Serving
 from kvconnect.tiers.peers.sources import CacheSources
@@ -385,7 +386,7 @@ def test_page_sizes_that_cannot_be_used() -> None:
         with pytest.raises(ConfigError, match=f"page_tokens={page} .*divides the block size, 64"):
             pages_per_block(page, 64)
     with pytest.raises(ConfigError, match="page_tokens=-1 "):
-        parse_settings(PeerOptions, {"ask": ["10.0.0.1:1"], "page_tokens": -1}, ())
+        check_struct(PeerSettings, {"ask": ["10.0.0.1:1"], "page_tokens": -1})
 
 
 def test_page_keys() -> None:

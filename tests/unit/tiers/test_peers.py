@@ -34,10 +34,12 @@ from kvconnect.protocol.cache_messages import (
     decode,
     encode,
 )
+from kvconnect.settings import check_struct
+from kvconnect.settings.sharing import PeerSettings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import Promoted
 from kvconnect.tiers.backends import BlockOutcome
-from kvconnect.tiers.backends.base import StoreMeter, parse_settings
+from kvconnect.tiers.backends.base import StoreMeter
 from kvconnect.tiers.messages import (
     SECONDARY_TIERS,
     LookupBlocks,
@@ -50,7 +52,6 @@ from kvconnect.tiers.peers import dialling
 from kvconnect.tiers.peers.asking import Questions
 from kvconnect.tiers.peers.dialling import IDLE_S, MOST_NAMED, Dialler
 from kvconnect.tiers.peers.fetching import Reads, Wanted
-from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import (
     FETCH_S,
@@ -879,7 +880,7 @@ def test_a_found_block_is_the_one_that_its_slot_has(steps: list[tuple[str, int, 
         ({"ask": ["10.0.0.1:1-300"]}, "ask"),
         ({"ask": "10.0.0.1:1"}, "ask"),
         ({"listen": "0.0.0.0:1"}, "listen"),
-        ({"listen": "off"}, "cache_peers"),
+        ({"listen": "off"}, "ask"),
         ({"ask": ["10.0.0.1:1"], "ask_s": 0}, "ask_s"),
         ({"ask": ["10.0.0.1:1"], "serve_rate": "1 GX"}, "serve_rate"),
         ({"asks": ["10.0.0.1:1"]}, "asks"),
@@ -887,12 +888,12 @@ def test_a_found_block_is_the_one_that_its_slot_has(steps: list[tuple[str, int, 
 )
 def test_settings_that_cannot_be_used(settings: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(PeerOptions, settings, ("serve_rate",))
+        check_struct(PeerSettings, settings)
     assert caught.value.field == field
 
 
 def test_addresses_of_several_ranks() -> None:
-    options = parse_settings(PeerOptions, {"ask": ["10.0.0.1:7900-7902", "[::1]:80"]}, ())
+    options = check_struct(PeerSettings, {"ask": ["10.0.0.1:7900-7902", "[::1]:80"]})
     ports = [("10.0.0.1", 7900), ("10.0.0.1", 7901), ("10.0.0.1", 7902), ("::1", 80)]
     assert options.addresses() == ports
 

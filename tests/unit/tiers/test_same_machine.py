@@ -19,10 +19,10 @@ import xxhash
 from kvconnect.errors import ConfigError
 from kvconnect.offload.host_arena import SlotDigests
 from kvconnect.protocol.cache_messages import Found, HostTierAddresses, Place, encode
+from kvconnect.settings import check_struct
+from kvconnect.settings.sharing import PeerSettings
 from kvconnect.tiers.backends import BlockOutcome
-from kvconnect.tiers.backends.base import parse_settings
 from kvconnect.tiers.peers import peer_agent, same_machine
-from kvconnect.tiers.peers.peer_options import PeerOptions
 from kvconnect.tiers.peers.same_machine import SourceMemory, is_this_machine, read_process
 from kvconnect.transport.base import PeerMessage
 from tests.unit.tiers.peer_engines import (
@@ -427,4 +427,4 @@ def test_which_addresses_are_of_this_machine() -> None:
 
 def test_the_setting_is_one_of_two_words() -> None:
     with pytest.raises(ConfigError, match="same_machine"):
-        parse_settings(PeerOptions, {"ask": ["10.0.0.1:1"], "same_machine": "disk"}, ())
+        check_struct(PeerSettings, {"ask": ["10.0.0.1:1"], "same_machine": "disk"})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.config import NetworkConfig
+from kvconnect.settings import Settings
 from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
 from kvconnect.transport.security import ALSO, record_keys
@@ -163,10 +163,10 @@ def test_keys_come_from_the_key_file_and_from_nowhere_else(tmp_path: Path) -> No
     Path(f"{path}{ALSO}").write_bytes(os.urandom(16).hex().encode())
     for file in tmp_path.iterdir():
         file.chmod(0o600)
-    found = record_keys(NetworkConfig(key_file=str(path)))
+    found = record_keys(Settings(key_file=str(path)))
     assert found is not None
     assert found() == (path.read_bytes(), (Path(f"{path}{ALSO}").read_bytes(),))
-    assert record_keys(NetworkConfig()) is None  # other machines do not have this user's own key
+    assert record_keys(Settings()) is None  # other machines do not have this user's own key
 
 
 def test_stores_seal_with_the_keys_they_are_given(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvconnect.config import DigestMode
 from kvconnect.errors import Misuse
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, HostIndex
+from kvconnect.settings import DigestMode
 from kvconnect.tiers import LookupRequest, TierPlan
 from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads, _OpenRead

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvconnect.config import NetworkConfig
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.protocol.tickets import Ticket, issue, verify
+from kvconnect.settings import Settings
 from kvconnect.testing.transport import Side
 from kvconnect.transport import Security, security
 from kvconnect.transport.base import PeerDown, PeerUp
@@ -178,7 +178,7 @@ def test_this_user_s_own_key(spoil: str, tmp_path: Path, monkeypatch: pytest.Mon
     folder = tmp_path / "kvconnect"
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    key = read_key(NetworkConfig())
+    key = read_key(Settings())
     assert len(key) == 32
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     path = folder / "handoff.key"
@@ -187,10 +187,10 @@ def test_this_user_s_own_key(spoil: str, tmp_path: Path, monkeypatch: pytest.Mon
     elif spoil == "readable":
         path.chmod(0o644)
     if spoil == "fine":
-        assert read_key(NetworkConfig()) == key
+        assert read_key(Settings()) == key
         return
     with pytest.raises(ConfigError, match="remove it, and a new one is made"):
-        read_key(NetworkConfig())
+        read_key(Settings())
 
 
 def test_the_key_follows_the_standard_s_variables(
@@ -205,7 +205,7 @@ def test_the_key_follows_the_standard_s_variables(
         ("XDG_CACHE_HOME", cache),
         ("HOME", home / ".cache"),
     ):
-        key = read_key(NetworkConfig())
+        key = read_key(Settings())
         assert (folder / "kvconnect" / "handoff.key").read_bytes() == key
         monkeypatch.delenv(unset)
 
@@ -226,9 +226,9 @@ def test_without_a_place_for_its_key_a_user_is_told_to_name_one(
     else:
         monkeypatch.setenv("HOME", "/proc/1")
     with pytest.raises(NoLocalKey, match=r"key_file.*set it") as refused:
-        read_key(NetworkConfig())
+        read_key(Settings())
     assert refused.value.field == "key_file"
-    assert read_key(NetworkConfig(peers=("10.0.0.0/8",))) == b""  # control: needs none
+    assert read_key(Settings(peers=("10.0.0.0/8",))) == b""  # control: needs none
 
 
 def test_a_tls_key_that_others_may_write_is_refused(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ import re
 import stat
 import time
 from collections.abc import Mapping
-from typing import get_args
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from kvconnect.config import PolicyName
 from kvconnect.errors import ConfigError
-from kvconnect.tiers.backends.base import parse_settings
+from kvconnect.settings.quantities import Rule
+from kvconnect.settings.stores import DiskSettings
 from kvconnect.tiers.backends.disk.files import Directory, close_handle
 from kvconnect.tiers.backends.disk.segment import INDEX, SEGMENT, SegmentPath
 
@@ -199,6 +200,12 @@ def pack_format(about: Mapping[str, str]) -> bytes:
     return json.dumps(dict(about), indent=1).encode() + b"\n"
 
 
+def check_format(about: Mapping[str, str]) -> None:
+    """Raise :class:`ConfigError` for a description that is too long."""
+    if (nbytes := len(pack_format(about))) > MAX_FORMAT_BYTES:
+        raise ConfigError("about", f"{nbytes} bytes", f"use {MAX_FORMAT_BYTES} of JSON at most")
+
+
 def write_format(folder: Directory, fingerprint: bytes, about: Mapping[str, str]) -> None:
     """Write the description of a fingerprint, replacing an older one. An error is only logged."""
     if not about:
@@ -230,55 +237,27 @@ def _name(fingerprint: bytes) -> str:
     return f"{fingerprint.hex()}.json"
 
 
-_LEAST_BYTES = 16 << 20
+_About = Rule("use an object of words, each text", check=check_format)
+
 _SEGMENTS = 256
 _SEGMENT_BYTES = 64 << 20
 _MAX_SEGMENT_BYTES = 1 << 36  # pages of a segment are numbered with 24 bits
-_OWNER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
-class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
+class DiskOptions(DiskSettings, frozen=True, kw_only=True):
     """One worker's part of the disk tier.
 
     Attributes:
-        path: folder of the tier, on a local disk; created if it is missing.
-        capacity: limit of the bytes that this worker keeps there, indexes included.
-        owner: name of this worker's folder in ``path``. Each worker sets it: leave it out.
-        ttl_s: seconds after which a block is not found any more. ``0``: no limit.
-        daily_write_bytes: limit of the bytes written per day, which spares the disk's life. ``0``:
-            no limit.
-        min_free: bytes of the file system to leave free. With less, the tier shrinks or stores
-            nothing more.
-        policy: which segment is evicted first.
-        tenant_share: part of ``capacity`` that the blocks of one tenant may take, in (0, 1].
-            ``1``: no limit. A tenant is the first 8 bytes of a key: the request's ``cache_salt``.
-        about: description of the block format, in words, which ``kvconnect cache`` shows. Each
-            worker sets it: leave it out.
+        owner: name of this worker's folder in ``path``.
+        about: description of the block format, in words, which ``kvconnect cache`` shows.
     """
 
-    path: str
-    capacity: int
-    owner: str = "0"
-    ttl_s: float = 0.0
-    daily_write_bytes: int = 0
-    min_free: int = 1 << 30
-    policy: PolicyName = "lru"
-    tenant_share: float = 1.0
-    about: dict[str, str] = {}
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise ConfigError("path", self.path, "name a folder on a local disk")
-        if self.capacity < _LEAST_BYTES:
-            raise ConfigError("capacity", self.capacity, "use 16 MiB or more")
-        if not _OWNER.fullmatch(self.owner):
-            raise ConfigError("owner", self.owner, "use 1 to 64 letters, digits, - and _")
-        if not 0 <= self.ttl_s < 2**31:
-            raise ConfigError("ttl_s", self.ttl_s, "use seconds, 0 for no limit")
-        if not 0 < self.tenant_share <= 1:
-            raise ConfigError("tenant_share", self.tenant_share, "use more than 0, up to 1")
-        if (nbytes := len(pack_format(self.about))) > MAX_FORMAT_BYTES:
-            raise ConfigError("about", f"{nbytes} bytes", f"use {MAX_FORMAT_BYTES} of JSON at most")
+    owner: Annotated[
+        str,
+        Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$(?!\n)"),
+        Rule("use 1 to 64 letters, digits, - and _"),
+    ] = "0"
+    about: Annotated[dict[str, str], _About] = {}  # noqa: RUF012
 
     @property
     def segment_bytes(self) -> int:
@@ -290,15 +269,3 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     def quota_bytes(self) -> int | None:
         """Maximum bytes of one tenant's blocks, None for no limit."""
         return int(self.tenant_share * self.capacity) if self.tenant_share < 1 else None
-
-
-def parse_options(settings: Mapping[str, object]) -> DiskOptions:
-    """Return the options of a mapping; sizes may be written as ``"1TiB"``.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or not usable.
-    """
-    policies = get_args(PolicyName)
-    if settings.get("policy", "lru") not in policies:
-        raise ConfigError("policy", settings["policy"], f"use one of {', '.join(policies)}")
-    return parse_settings(DiskOptions, settings, ("capacity", "daily_write_bytes", "min_free"))

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvconnect.circuit_breaker import CircuitBreaker
@@ -25,7 +25,7 @@ from kvconnect.tiers.backends.base import (
     check_keys,
 )
 from kvconnect.tiers.backends.disk.files import MAX_PAYLOAD
-from kvconnect.tiers.backends.disk.folder import DiskOptions, Folder, parse_options, write_format
+from kvconnect.tiers.backends.disk.folder import DiskOptions, Folder, write_format
 from kvconnect.tiers.backends.disk.log import SegmentLog
 from kvconnect.tiers.backends.disk.record import PAGE, index_bytes, pages_of
 from kvconnect.tiers.backends.disk.table import SLOTS, RecordTable
@@ -88,11 +88,6 @@ class DiskStore(Store):
             CircuitBreaker(_READ_FAILURES, trial_factor=2),
             WriteBudget(options.daily_write_bytes, steady()),
         )
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, object], fingerprint: bytes) -> DiskStore:
-        """Return a store with these settings; see :class:`DiskOptions`."""
-        return cls(parse_options(settings), fingerprint)
 
     def __repr__(self) -> str:
         totals = self._table.totals()
