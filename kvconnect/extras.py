@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "nixl": ("numpy",),  # and the build of NIXL that fits torch, see transport/nixl/agent.py
-    "router": ("aiohttp", "httptools", "prometheus_client", "zmq", "uvloop"),
+    "router": ("aiohttp", "httptools", "prometheus_client", "yaml", "zmq", "uvloop"),
     "kubernetes": ("kubernetes",),
     "etcd": ("etcd3gw",),
     "top": ("prometheus_client", "rich"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from functools import partial
 from typing import Any
 
 from kvconnect import extras
 from kvconnect.errors import ConfigError
-from kvconnect.router import flags
+from kvconnect.router import flag_sources, flags
 from kvconnect.terminal import Refuse, log_to_stderr, say
 
 
@@ -23,13 +24,19 @@ def add_command(commands: Any) -> None:
 
 def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
     """Run the router until a signal stops it; return the exit code."""
+    try:
+        origins = flag_sources.add_elsewhere(arguments, os.environ, flags.add_flags)
+    except ConfigError as error:
+        refuse(f"{error.field}={error.value!r}: {error.fix}")
     if lacking := extras.what_to_install(flags.extras_of(arguments)):
         refuse(lacking)
     app = importlib.import_module("kvconnect.router.app")
     try:
         options = flags.options_of(arguments)
     except ConfigError as error:
-        refuse(f"--{error.field} {error.value}: {error.fix}")
+        origin = origins.get(error.field.replace("-", "_"))
+        place = f" (set in {origin})" if origin else ""
+        refuse(f"--{error.field} {error.value}: {error.fix}{place}")
     log_to_stderr()
     try:
         app.serve(options)

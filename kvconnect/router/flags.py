@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from kvconnect.errors import ConfigError
+from kvconnect.router import flag_sources
 from kvconnect.router.api_keys import ApiKey, parse_api_keys
 from kvconnect.router.options import (
     AdminAccess,
@@ -27,6 +28,9 @@ _ENGINE = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    flag_sources.remember_given(parser)
+    text = "YAML or JSON file with flags; those given here and in KVCONNECT_ROUTER_FLAG count first"
+    parser.add_argument("--config", default="", metavar="PATH", help=text)
     _add_engines(parser)
     _add_listening(parser)
     _add_choices(parser)

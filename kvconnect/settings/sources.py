@@ -66,13 +66,13 @@ def read_object(field: str, path: str) -> dict[str, Any]:
         if len(text) > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
         decoder = msgspec.yaml if path.endswith((".yaml", ".yml")) else msgspec.json
-        found: dict[str, Any] = decoder.decode(text, type=dict[str, Any])
+        found: dict[str, Any] | None = decoder.decode(text, type=dict[str, Any] | None)
     except ImportError as error:
         raise ConfigError(field, path, "install PyYAML, or write the file as JSON") from error
     except (OSError, ValueError, RecursionError) as error:
-        fix = f'name a file with an object such as {{"transport": "tcp"}}: {_why(error)}'
+        fix = f"name a file with an object: {_why(error)}"
         raise ConfigError(field, path, fix) from error
-    return found
+    return found or {}
 
 
 def _of_variable(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -187,12 +187,15 @@ def test_servers_that_cannot_start() -> None:
     servers = (
         prefill_server(env={"SGLANG_PLUGINS": "something_else"}),
         prefill_server(args=("--tokenizer-worker-num", "2")),
-        prefill_server(settings={"transprot": "tcp"}),
+        prefill_server(settings={"transprot": "tcp", "disk": {"paht": "/x"}}),
         prefill_server(backend="nixl", env={"KVCONNECT_TAKEOVER": "nicsel"}),
     )
     with ThreadPoolExecutor(len(servers)) as pool:
         hidden, tokenizers, unknown, nothing_to_take = pool.map(end_of, servers)
     assert "invalid choice: 'kvconnect'" in hidden
     assert "tokenizer-worker-num" in tokenizers and "KVCONNECT_TAKEOVER" in tokenizers
-    assert "transprot" in unknown and "'transport'" in unknown
+    (line,) = {line for line in unknown.splitlines() if "kvconnect: transprot=" in line}
+    for word in ("'transport'", "disk.paht='/x'", "'disk.path'", "disk.capacity=None"):
+        assert word in line, line
+    assert "Load weight begin" not in unknown
     assert "nicsel" in nothing_to_take and "nixl" in nothing_to_take

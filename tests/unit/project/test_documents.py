@@ -25,7 +25,8 @@ from packaging.requirements import Requirement
 from kvconnect import cli, errors
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM, families
-from kvconnect.router.flags import options_of
+from kvconnect.router.flag_sources import add_elsewhere
+from kvconnect.router.flags import add_flags, options_of
 from kvconnect.settings import Settings, check_settings, find_settings
 from kvconnect.settings.sharing import PeerSettings
 from kvconnect.settings.stores import DiskSettings, MooncakeSettings, ObjectSettings, ValkeySettings
@@ -45,7 +46,7 @@ def check_kvconnect(command: Command) -> None:
     words = [word.strip("[]") for word in command.words[1:]]
     # FILTERS are flags of a table, dots what was there before.
     arguments = cli.make_parser().parse_args([w for w in words if w not in ("FILTERS", "...")])
-    if arguments.command == "router" and "..." not in words:
+    if arguments.command == "router" and "..." not in words and not arguments.config:
         options_of(arguments)
 
 
@@ -190,15 +191,21 @@ def test_blocks_are_right_shell() -> None:
         subprocess.run(["bash", "-n"], input="{ a", text=True, check=True, capture_output=True)
 
 
-def test_other_blocks_are_what_they_say() -> None:
+def test_other_blocks_are_what_they_say(tmp_path: Path) -> None:
     names = {row.name for row in CATALOG}
-    checked = {"json": 0, "promql": 0, "python": 0, "text": 0}
+    checked = {"json": 0, "promql": 0, "python": 0, "text": 0, "yaml": 0}
     for block in blocks():
         if block.language in SHELL:
             continue
         checked[block.language] += 1  # a language that nobody checks is an error
         if block.language == "json":
             check_settings(json.loads(block.text))
+        elif block.language == "yaml":
+            path = tmp_path / "router.yaml"
+            path.write_text(block.text)
+            arguments = cli.make_parser().parse_args(["router", "--config", str(path)])
+            assert add_elsewhere(arguments, {}, add_flags)
+            options_of(arguments)
         elif block.language == "python":
             compile(block.text, block.place, "exec")
         elif block.language == "promql":
