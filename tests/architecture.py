@@ -45,7 +45,7 @@ LAYERS = (
 ROUTER_LAYERS = (
     {"policy"},
     {"requests"},
-    {"api_keys", "freed_frames", "supervisor"},
+    {"api_keys", "flag_sources", "freed_frames", "supervisor"},
     {"options"},
     {"connections", "decision", "flags", "metrics"},
     {"fleet"},
