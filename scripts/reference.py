@@ -20,7 +20,7 @@ from kvconnect.settings import Settings, schema
 from kvconnect.settings.sharing import PeerSettings
 from kvconnect.settings.stores import DiskSettings, MooncakeSettings, ObjectSettings, ValkeySettings
 from kvconnect.settings.validation import is_size, types_of
-from scripts import differences, headlines, measured
+from scripts import differences, headlines, knobs, measured
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -141,6 +141,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings-valkey": lambda: settings(ValkeySettings),
     "settings-object": lambda: settings(ObjectSettings),
     "settings-mooncake": lambda: settings(MooncakeSettings),
+    "knobs": knobs.table,
     "sizing": sizing,
     "links": links,
     "headlines": headlines.table,

@@ -48,7 +48,6 @@ class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):
             life. ``0``: no limit.
         min_free: bytes of the file system to leave free. With less, the tier shrinks or stores
             nothing more.
-        policy: which segment is evicted first.
         tenant_share: part of ``capacity`` that the blocks of one tenant may take, in (0, 1].
             ``1``: no limit. A tenant is the first 8 bytes of a key: the request's ``cache_salt``.
     """
@@ -58,7 +57,6 @@ class DiskSettings(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: Annotated[float, Meta(ge=0, le=_MOST_S), Rule("use seconds, 0 for no limit")] = 0.0
     daily_write_bytes: Size = 0
     min_free: Size = 1 << 30
-    policy: PolicyName = "lru"
     tenant_share: Annotated[float, Meta(gt=0, le=1), Rule("use more than 0, up to 1")] = 1.0
 
 

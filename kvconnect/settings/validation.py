@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from types import UnionType
@@ -16,7 +17,13 @@ from kvconnect.settings.fields import Settings
 from kvconnect.settings.quantities import Rule, parse_bytes
 from kvconnect.settings.stores import ENTRY_POINTS, REMOTE_KINDS, Conflict, OtherSettings
 
+logger = logging.getLogger(__name__)
+
 S = TypeVar("S", bound=msgspec.Struct)
+
+RETIRED = {"disk.policy": "the segment that was used least recently is evicted"}
+"""Settings that older versions had -> what holds now. They have no effect and are warned about;
+the next version refuses them."""
 
 _OBJECT = 'use an object such as {"path": "/nvme/kv"}'
 _WRONG = object()
@@ -68,9 +75,10 @@ class _Check:
         for key, value in given.items():
             if key in hints:
                 values[key] = self._value(hints[key], value, _below(path, key))
+            elif (name := _below(path, key)) in RETIRED:
+                logger.warning("the setting %s has no effect any more: %s", name, RETIRED[name])
             else:
-                fix = f"unknown setting{_nearest(kind, key, path)}"
-                self._fault(_below(path, key), value, fix)
+                self._fault(name, value, f"unknown setting{_nearest(kind, key, path)}")
         for field in msgspec.structs.fields(kind):
             if field.required and field.name not in given:
                 self._fault(_below(path, field.name), None, "it is missing: set it")

@@ -144,6 +144,17 @@ def test_one_line_names_all_that_is_wrong(given: dict[str, Any], line: str) -> N
     assert str(caught.value) == line
 
 
+def test_a_retired_setting_is_warned_about_and_has_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = check_settings({"disk": {**DISK, "policy": "s3fifo"}})
+    assert found == check_settings({"disk": DISK})
+    (record,) = caplog.records
+    assert "disk.policy has no effect any more" in record.getMessage()
+    with pytest.raises(ConfigError, match=r"cache_peers\.policy"):  # it is so there only
+        check_settings({"cache_peers": {"listen": "10.0.0.1:1", "policy": "lru"}})
+
+
 def test_a_store_of_another_package_has_settings_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

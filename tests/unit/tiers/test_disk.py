@@ -246,7 +246,6 @@ def test_ranks_stand_side_by_side(opened: Open, tmp_path: Path) -> None:
         ({"owner": "../x"}, "owner='../x'"),
         ({"owner": ".hidden"}, "owner='.hidden'"),
         ({"ttl_s": -1}, "ttl_s=-1"),
-        ({"policy": "random"}, "policy='random'.*lru"),
         ({"min_fre": 1}, "min_fre=1.*did you mean 'min_free'"),
         ({"path": "/proc/nothing"}, "path='/proc/nothing'.*name a folder that can be written"),
     ],

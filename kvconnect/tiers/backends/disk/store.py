@@ -72,8 +72,7 @@ class DiskStore(Store):
         self._steady = steady
         self._meter = StoreMeter()
         self._folder = Folder(options.path, options.owner)
-        policy = make_policy(options.policy, SLOTS)
-        self._table = RecordTable(policy, options.ttl_s, options.quota_bytes)
+        self._table = RecordTable(make_policy("lru", SLOTS), options.ttl_s, options.quota_bytes)
         with contextlib.ExitStack() as undo:
             undo.callback(self._folder.close)
             self._log = SegmentLog(
