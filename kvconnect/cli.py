@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from kvconnect import engine_versions
-from kvconnect.commands import cache, config, dashboards, doctor, router
+from kvconnect.commands import cache, config, dashboards, doctor, router, try_engine
 from kvconnect.observability import report, top
 from kvconnect.terminal import PlainParser
 
@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     version = engine_versions.installed("kvconnect") or "(not installed: running from a checkout)"
     parser.add_argument("--version", action="version", version=f"%(prog)s {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (doctor, config, cache, dashboards, router, top, report):
+    for command in (doctor, config, try_engine, cache, dashboards, router, top, report):
         command.add_command(commands)
     return parser
 

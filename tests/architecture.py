@@ -36,7 +36,7 @@ LAYERS = (
     {"tiers", "disaggregation"},
     {"observability"},
     {"router"},
-    {"engines", "testing", "doctor", "__init__"},
+    {"engines", "testing", "doctor", "trial", "__init__"},
     {"commands"},
     {"cli"},
 )

@@ -1,0 +1,249 @@
+"""Hands prompts from a prefill to a decode engine, and compares with computing them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from statistics import median
+
+from kvconnect.errors import Refused
+from kvconnect.router.fleet import reports
+from kvconnect.router.policy.choice import Mode
+from kvconnect.router.requests import engine_bodies
+from kvconnect.trial.counters import Change, named, settled
+from kvconnect.trial.engine_api import AskedEngine, EngineClient, EngineName, TrialReply
+from kvconnect.trial.http_client import HttpClient, TrialFailed
+from kvconnect.trial.offload_trial import prompt_size
+from kvconnect.trial.plain_words import PromptMaker
+from kvconnect.trial.results import Measurement, NoGain, TrialResult
+from kvconnect.trial.verdicts import DIFFERENT
+
+Ask = Callable[[str], TrialReply]
+_ROUTED = "kvconnect_router_requests_total"
+_COUNT_S = 10.0
+_COUNT_PAUSE_S = 0.1
+_ROLES = "kv_role kv_producer for prefill and kv_consumer for decode"
+
+
+@dataclass(frozen=True)
+class Path:
+    """How prompts are asked: three ways, with the words for their lines.
+
+    Attributes:
+        cold: asks a new prompt.
+        handed_off: asks it again, as a hand-off.
+        control: asks another new prompt.
+        words: of the three lines.
+        info: of the engine that answers.
+    """
+
+    cold: Ask
+    handed_off: Ask
+    control: Ask
+    words: tuple[str, str, str]
+    info: AskedEngine
+
+
+def run_pair(
+    prefill: EngineClient, decode: EngineClient, maker: PromptMaker, tokens: int, rounds: int
+) -> TrialResult:
+    """Measure hand-offs from one engine to another, as a router asks for them.
+
+    Raises:
+        TrialFailed: an engine fails, or they cannot hand off to each other.
+    """
+    if prefill.info.name is not decode.info.name:
+        raise TrialFailed("the prefill and the decode engine must both be vLLM, or both SGLang")
+    if prefill.info.name is EngineName.SGLANG:
+        path = _rooms(prefill, decode)
+    else:
+        path = _tickets(prefill, decode)
+    engine, http = decode.info.name, decode.http
+    before = settled(http, engine)
+    result, size = _measure(path, maker, tokens, rounds)
+    received = "handoff_received_requests_total"
+
+    def answered(change: Change) -> bool:
+        return sum(change.by(received, "outcome").values()) >= rounds
+
+    change = Change(before, settled(http, engine, lambda now: answered(Change(before, now))))
+    problem = None if result.outputs_equal else DIFFERENT
+    return replace(
+        result,
+        problem=problem or _problem_of_pair(change, rounds),
+        figures={
+            **_figures(size, rounds),
+            "received": change.by(received, "outcome"),
+            "refused": change.by("handoff_refused_total", "field"),
+        },
+    )
+
+
+def run_router(router: EngineClient, maker: PromptMaker, tokens: int, rounds: int) -> TrialResult:
+    """Measure hand-offs of the engines behind a router.
+
+    Raises:
+        TrialFailed: the router fails.
+    """
+    words = (
+        "new prompts of {tokens} tokens through the router, median of {rounds}",
+        "the same once more",
+        "other new prompts of that length",
+    )
+    path = Path(router.ask, router.ask, router.ask, words, router.info)
+    before = _routed(router.http)
+    result, size = _measure(path, maker, tokens, rounds)
+    problem = None if result.outputs_equal else DIFFERENT
+    modes: dict[str, float] = {}
+    if before is not None:
+        modes = _await_routed(router.http, before, 3 * rounds)
+        if not problem and sum(n for mode, n in modes.items() if mode != Mode.PLAIN.value) < 1:
+            problem = NoGain(
+                "the router handed off no prompt: a decode engine answered alone",
+                "look for engines that are down in the router's log, and at --push-min-tokens",
+            )
+    good = f"prompts were handed off: {named(modes)}" if modes else "prompts were answered"
+    return replace(
+        result, problem=problem, good=good, figures={**_figures(size, rounds), "modes": modes}
+    )
+
+
+def _measure(path: Path, maker: PromptMaker, tokens: int, rounds: int) -> tuple[TrialResult, int]:
+    """Return times and whether tokens are equal, and the tokens of a prompt."""
+    size = prompt_size(path.cold, path.info, maker, tokens)
+    cold, loaded, control = [], [], []
+    for _ in range(rounds):
+        prompt = maker.new(size)
+        cold.append(path.cold(prompt))
+        loaded.append(path.handed_off(prompt))
+        control.append(path.control(maker.new(size)))
+    times = [[reply.first_s for reply in replies] for replies in (cold, loaded, control)]
+    counted = max(reply.prompt_tokens for reply in cold)
+    words = [text.format(tokens=counted or size, rounds=rounds) for text in path.words]
+    ratio = median(times[2]) / median(times[1])
+    result = TrialResult(
+        path.info,
+        (
+            Measurement("cold", times[0], words[0]),
+            Measurement("loaded", times[1], words[1]),
+            Measurement("control", times[2], words[2]),
+        ),
+        [reply.output for reply in cold] == [reply.output for reply in loaded],
+        None,
+        f"prompts were handed off, {ratio:.1f} times as fast as control",
+    )
+    return result, counted or size
+
+
+def _tickets(prefill: EngineClient, decode: EngineClient) -> Path:
+    """vLLM: the prefill engine answers with a ticket, which the decode engine gets."""
+
+    def handed_off(prompt: str) -> TrialReply:
+        asked = engine_bodies.prefill_body(prefill.body(prompt), secrets.token_hex(16))
+        try:
+            ticket = engine_bodies.ticket_of(prefill.http.post("/v1/completions", asked))
+        except Refused as error:
+            raise TrialFailed(f"the prefill engine's answer is not usable: {error}") from error
+        if ticket is None:
+            raise TrialFailed(
+                "the prefill engine offers no hand-off: make KVConnect its KV connector, with "
+                + _ROLES
+            )
+        body = engine_bodies.pull_body(decode.body(prompt), ticket)
+        return decode.stream(body)
+
+    words = (
+        "new prompts of {tokens} tokens, computed by the prefill engine, median of {rounds}",
+        "the same, received by the decode engine",
+        "other new prompts of that length, computed by the decode engine",
+    )
+    return Path(prefill.ask, handed_off, decode.ask, words, decode.info)
+
+
+def _rooms(prefill: EngineClient, decode: EngineClient) -> Path:
+    """SGLang: both servers get the prompt at once, with the room where they meet."""
+    port = _bootstrap_port(prefill.http)
+
+    def ask(prompt: str) -> TrialReply:
+        room = secrets.randbelow(engine_bodies.ROOMS)
+        meeting = engine_bodies.BootstrapRoom(prefill.http.host, port, room, None)
+        with ThreadPoolExecutor(1) as pool:
+            body = engine_bodies.bootstrap_body(prefill.body(prompt), meeting, None)
+            first = pool.submit(prefill.stream, body)
+            reply = decode.stream(engine_bodies.bootstrap_body(decode.body(prompt), meeting, None))
+            first.result()
+            return reply
+
+    words = (
+        "new prompts of {tokens} tokens through both servers, median of {rounds}",
+        "the same once more: the prefill server has them cached",
+        "other new prompts of that length",
+    )
+    return Path(ask, ask, ask, words, decode.info)
+
+
+def _bootstrap_port(http: HttpClient) -> int:
+    try:
+        port = json.loads(http.get("/server_info"))["disaggregation_bootstrap_port"]
+        if isinstance(port, int) and 0 < port < 2**16:
+            return port
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise TrialFailed("the prefill server does not tell its --disaggregation-bootstrap-port")
+
+
+def _problem_of_pair(change: Change, rounds: int) -> NoGain | None:
+    """Return why prompts were not handed off, as the decode engine's metrics tell it."""
+    if change.after.missing:
+        return NoGain(
+            "the decode engine's metrics cannot be read, so nobody knows whether it computed",
+            "make /metrics reachable (SGLang: --enable-metrics) and try again",
+        )
+    if not change.after.of_kvconnect:
+        return NoGain(
+            "the decode engine runs without KVConnect: its metrics have none of KVConnect's",
+            f"make KVConnect its KV connector, with {_ROLES}",
+        )
+    done = change.by("handoff_received_requests_total", "outcome").get("done", 0.0)
+    if done >= rounds:
+        return None
+    refused = change.by("handoff_refused_total", "field")
+    failed = change.by("handoff_failures_total", "cause")
+    why = named({**refused, **failed}) or "the engine counts no reason"
+    return NoGain(
+        f"the decode engine received {done:.0f} of {rounds} prompts: {why}",
+        "its log has both sides' values; docs/failures.md explains each name",
+    )
+
+
+def _figures(size: int, rounds: int) -> dict[str, object]:
+    return {"what": "hand-off", "rounds": rounds, "prompt_tokens": size}
+
+
+def _routed(http: HttpClient) -> dict[str, float] | None:
+    """Return a router's requests by mode; None if it is not KVConnect's, or tells none."""
+    try:
+        text = http.get("/metrics").decode("utf-8", "replace")
+    except TrialFailed:
+        return None
+    found: dict[str, float] = {}
+    for _, labels, value in reports.samples(text, (_ROUTED,)):
+        mode = labels.get("mode", "")
+        found[mode] = found.get(mode, 0.0) + value
+    return found or None
+
+
+def _await_routed(http: HttpClient, before: dict[str, float], count: int) -> dict[str, float]:
+    """Return the requests since ``before`` by mode, once they are counted."""
+    deadline = time.monotonic() + _COUNT_S
+    while True:
+        now = _routed(http) or {}
+        rose = {mode: n - before.get(mode, 0.0) for mode, n in now.items()}
+        rose = {mode: n for mode, n in rose.items() if n > 0}
+        if sum(rose.values()) >= count or time.monotonic() > deadline:
+            return rose
+        time.sleep(_COUNT_PAUSE_S)
