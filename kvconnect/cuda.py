@@ -11,9 +11,10 @@ block. Calls through :func:`load_short_calls` keep it, because they return withi
 get the GIL back can take 5 ms (Python's switch interval) while another thread computes:
 
 - ``cuCtxSetCurrent``, ``cuCtxPushCurrent`` and ``cuCtxPopCurrent`` write a variable of the thread.
-- ``cuLaunchKernel``, ``cuMemcpyBatchAsync``, ``cuMemcpyAsync``, ``cuEventRecord`` and
-  ``cuStreamWaitEvent`` write commands into a queue. They block only while the queue is full. The
-  device empties it without Python, and copies bound what they have in flight.
+- ``cuLaunchKernel``, ``cuMemcpyAsync``, ``cuEventRecord`` and ``cuStreamWaitEvent`` write commands
+  into a queue. They block only while the queue is full, and copies bound what they have in flight.
+- ``cuMemcpyBatchAsync`` takes about 0.5 us for each of its copies, so only short batches keep the
+  GIL (:mod:`kvconnect.copy.driver`).
 - ``cuEventCreate`` and ``cuEventDestroy`` take a slot of a pool. Every fence of a step has one.
 
 All other calls may block: page-locking takes seconds, a first context loads the driver's code, and

@@ -7,16 +7,16 @@ no kernels, DMA copies all runs, and the host computes digests and packs wire bl
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Literal
 
 import torch
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
-from kvconnect.copy.base import Copier, Digests, Runs, check_request, check_sizes
+from kvconnect.copy.base import Copier, Digests, Direction, Runs, check_request, check_sizes
 from kvconnect.copy.calibration import (
     DMA_ONLY,
     PAGES,
@@ -53,7 +53,6 @@ try:
 except ImportError:  # no C compiler when KVConnect was installed
     run_addresses = torch_run_addresses
 
-Direction = Literal["store", "load"]
 _Ids = tuple["array[int]", "array[int]"]
 
 GRID, THREADS = 16, 512
@@ -160,9 +159,13 @@ class CudaCopier(Copier):
         self._enqueue("load", group, block_ids, slots, runs)
 
     def method(self, direction: Direction, group: int) -> str:
-        """Return the method that copies a group's blocks: ``kernel`` or ``dma``."""
+        """Return the method that copies many blocks of a group: ``kernel`` or ``dma``."""
         limit = self._choice.store if direction == "store" else self._choice.load
         return "kernel" if self._groups[group].run_bytes <= limit else "dma"
+
+    def descriptors(self, direction: Direction, group: int) -> int:
+        by_dma = self.method(direction, group) == "dma"
+        return len(self._groups[group].lengths) if by_dma else 0
 
     def hashes(self, group: int) -> bool:
         return self._has_kernels and self._geometry.groups[group].block_bytes > DIGEST_OVER
@@ -193,9 +196,11 @@ class CudaCopier(Copier):
             folded = scratch, some, found.block_bytes, buffers.digests.data_ptr() + place
             self._driver.launch("fold_steps", GRID, _FOLD_THREADS, folded)
 
+        @functools.cache  # the buffers go back once, and then belong to another call
         def read() -> array[int]:
+            found = array("Q", bytes(buffers.result[: 8 * count]))
             made.digest_buffers.append(buffers)
-            return array("Q", bytes(buffers.result[: 8 * count]))
+            return found
 
         return read
 
@@ -212,9 +217,12 @@ class CudaCopier(Copier):
             return
         blocks, places = array("q", block_ids), array("q", slots)
         made = self._groups[group]
-        copy = self._launch if self.method(direction, group) == "kernel" else self._copy_batch
+        some = runs or made.all_runs
+        rows = (made.rows[some[1]] - made.rows[some[0]]) * len(blocks)
+        by_kernel = rows >= self._choice.fewest_rows and self.method(direction, group) == "kernel"
+        copy = self._launch if by_kernel else self._copy_batch
         try:
-            copy(direction, group, (blocks, places), runs or made.all_runs)
+            copy(direction, group, (blocks, places), some)
         except IndexError:  # names the number that does not exist
             check_request(self._geometry, self._num_slots, group, block_ids, slots)
             raise
@@ -264,7 +272,7 @@ def sample_move(driver: Driver) -> SampleCopy:
     for page in PAGES:
         geometry = Geometry((GroupGeometry((ByteRun(0, page, page),), SAMPLE_BYTES // page),))
         for method, limit in (("kernel", page), ("dma", 0)):
-            choice = CopyThreshold(store=limit, load=limit)
+            choice = CopyThreshold(store=limit, load=limit, fewest_rows=1)
             copiers[method, page] = CudaCopier(area, arena, geometry, driver, choice)
 
     def move(direction: str, method: str, page: int) -> None:

@@ -27,10 +27,14 @@ from typing import Any
 import torch
 
 from kvconnect.copy import kernels
+from kvconnect.copy.base import MAX_DESCRIPTORS
 from kvconnect.cuda import CudaContext, check
 from kvconnect.errors import Incompatible, TransferFailed
 
 logger = logging.getLogger(__name__)
+
+_SHORT_CALL = 64
+"""Copies in a call that keeps the GIL: more would hold it longer than it takes to get it back."""
 
 _ORDER_STREAM, _ORDER_ANY = 1, 3
 _OVERLAP_WITH_COMPUTE = 1
@@ -189,7 +193,8 @@ class CudaDriver(Driver):
         except Incompatible as error:
             self._kernels_unavailable_reason = str(error)
         self._cuda = _typed(self._context.short_calls)
-        self._batch, self._has_index = _find_batch(self._cuda)
+        self._short_batch, self._has_index = _find_batch(self._cuda)
+        self._long_batch, _ = _find_batch(self._context.library)
         properties = torch.cuda.get_device_properties(device)
         copied_by = source_digest("pages") if self._functions else "DMA"
         # GPUs of one model may have links of different widths.
@@ -208,7 +213,7 @@ class CudaDriver(Driver):
 
     @property
     def has_batch(self) -> bool:
-        return self._batch is not None
+        return self._short_batch is not None
 
     def launch(self, kernel: str, grid: int, threads: int, arguments: Sequence[int]) -> None:
         count = len(arguments)
@@ -237,7 +242,7 @@ class CudaDriver(Driver):
         handle = self._stream()
         stream = ctypes.c_void_p(handle)
         self._context.enter()  # libcuda needs a current context, unlike torch
-        if self._batch is None or not handle:  # the default stream takes no batches
+        if self._short_batch is None or not handle:  # the default stream takes no batches
             copy = self._cuda.cuMemcpyAsync
             for target, source, size in zip(targets, sources, sizes, strict=True):
                 check(copy(target, source, size, stream), "cuMemcpyAsync")
@@ -246,13 +251,17 @@ class CudaDriver(Driver):
         hint = (ctypes.c_int * 2)(_NO_HINT, 0)
         attributes = _CopyAttributes(order, hint, hint, _OVERLAP_WITH_COMPUTE)
         first, index = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        arguments: list[Any] = [
-            *(numbers.buffer_info()[0] for numbers in (targets, sources, sizes)),
-            *(len(sizes), ctypes.byref(attributes), ctypes.byref(first), 1),
-            *((ctypes.byref(index),) if self._has_index else ()),
-            stream,
-        ]
-        check(self._batch(*arguments), "cuMemcpyBatchAsync")
+        addresses = [numbers.buffer_info()[0] for numbers in (targets, sources, sizes)]
+        for start in range(0, len(sizes), MAX_DESCRIPTORS):
+            count = min(MAX_DESCRIPTORS, len(sizes) - start)
+            batch = self._short_batch if count <= _SHORT_CALL else self._long_batch
+            arguments: list[Any] = [
+                *(address + 8 * start for address in addresses),
+                *(count, ctypes.byref(attributes), ctypes.byref(first), 1),
+                *((ctypes.byref(index),) if self._has_index else ()),
+                stream,
+            ]
+            check(batch(*arguments), "cuMemcpyBatchAsync")
 
     def upload(self, numbers: array[int]) -> torch.Tensor:
         with _translated("upload of a table"):

@@ -103,7 +103,12 @@ class CopyExecutor:
         self._clock = clock
         self._wake = threading.Condition()
         block_bytes = [group.block_bytes for group in geometry.groups]
-        self._schedule: CopySchedule[_Task] = CopySchedule(block_bytes, store_rate)
+        groups = range(len(block_bytes))
+        descriptors = {
+            TransferType.CPU_TO_GPU: [copier.descriptors("load", group) for group in groups],
+            TransferType.GPU_TO_CPU: [copier.descriptors("store", group) for group in groups],
+        }
+        self._schedule: CopySchedule[_Task] = CopySchedule(block_bytes, store_rate, descriptors)
         self._waiters: dict[TransferType, _Waiter] = {}
         self._in_flight: list[_Launched] = []
         self._landed: deque[_Launched] = deque()  # in flight until the copy thread takes them
@@ -234,7 +239,7 @@ class CopyExecutor:
         if chunk.in_flight.is_done:
             self._land(task, chunk)
             return
-        self._schedule.sizes[task.kind].launched(time.perf_counter() - started)
+        self._schedule.submitted(task.kind, part, time.perf_counter() - started)
         if task.kind not in self._waiters:
             self._waiters[task.kind] = _Waiter(task.kind, self._wait)
         self._waiters[task.kind].add((task, chunk))

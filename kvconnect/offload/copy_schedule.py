@@ -6,9 +6,10 @@ For one thread. Time is an argument: seconds of one monotonic clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from kvconnect.copy.base import MAX_DESCRIPTORS
 from kvconnect.offload.messages import GroupBlocks
 from kvconnect.types import TransferType
 
@@ -21,6 +22,10 @@ CHUNK_BYTES = 8 << 20
 CHUNK_S = 0.0015
 """Seconds that a chunk takes on the link. Also the longest that a load waits for a store where
 both share a thread."""
+
+DESCRIPTOR_S = 0.5e-6
+"""Seconds that the driver takes for one copy of a batch (measured on an H100: vLLM's pull request
+48434). It grows with the chunk, so that longer chunks would not make up for it."""
 
 _MAX_CHUNK_S = 0.05
 _PER_LAUNCH = 2.0  # a chunk takes at least this many times as long as its launch
@@ -44,9 +49,10 @@ class ChunkSize:
         seconds = min(max(CHUNK_S, _PER_LAUNCH * self._launch_s), _MAX_CHUNK_S)
         return max(CHUNK_BYTES, int(self._rate * seconds))
 
-    def launched(self, seconds: float) -> None:
-        """Record how long a launch took; the device copied meanwhile."""
-        self._launch_s = _mean(self._launch_s, seconds)
+    def launched(self, seconds: float, descriptors: int = 0) -> None:
+        """Record how long a launch took, with how many copies; the device copied meanwhile."""
+        fixed = max(0.0, seconds - DESCRIPTOR_S * descriptors)
+        self._launch_s = _mean(self._launch_s, fixed)
 
     def copied(self, nbytes: int, seconds: float) -> None:
         """Record the time of a copy, without waits. Small copies say little about the rate."""
@@ -89,13 +95,18 @@ class Chunks:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def cut(self, nbytes: int, block_bytes: Sequence[int]) -> GroupBlocks:
-        """Return the next chunk: at most ``nbytes``, but at least one block. ``block_bytes``: by
-        group."""
+    def cut(
+        self, nbytes: int, block_bytes: Sequence[int], descriptors: Sequence[int] = ()
+    ) -> GroupBlocks:
+        """Return the next chunk: at most ``nbytes`` and ``MAX_DESCRIPTORS``, but at least one
+        block. ``block_bytes``, ``descriptors``: of a block, by group."""
         part, start = self._parts[0], self._start
         count = len(part.slots)
         if not self._whole:
-            count = max(1, nbytes // block_bytes[part.group])
+            fit = nbytes // block_bytes[part.group]
+            if descriptors and descriptors[part.group]:
+                fit = min(fit, MAX_DESCRIPTORS // descriptors[part.group])
+            count = max(1, fit)
         self._start = start + count
         if self._start >= len(part.slots):
             self._parts.popleft()
@@ -128,11 +139,18 @@ class CopySchedule(Generic[Job]):
     """Queues of loads and stores. Loads go first; each direction has its own chunks in flight.
 
     ``block_bytes``: of one block, by group. ``store_rate``: see :class:`RateLimiter`.
+    ``descriptors``: of one block, by direction and group (:meth:`Copier.descriptors`).
     """
 
-    def __init__(self, block_bytes: Sequence[int], store_rate: int = 0) -> None:
+    def __init__(
+        self,
+        block_bytes: Sequence[int],
+        store_rate: int = 0,
+        descriptors: Mapping[TransferType, Sequence[int]] | None = None,
+    ) -> None:
         self.sizes = {kind: ChunkSize() for kind in _KINDS}
         self._block_bytes = block_bytes
+        self._descriptors = descriptors or dict.fromkeys(_KINDS, [0] * len(block_bytes))
         self._queues: dict[TransferType, deque[Job]] = {kind: deque() for kind in _KINDS}
         self._in_flight = dict.fromkeys(_KINDS, 0)
         self._limiter = RateLimiter(store_rate)
@@ -165,7 +183,13 @@ class CopySchedule(Generic[Job]):
 
     def cut(self, job: Job) -> GroupBlocks:
         """Return a job's next chunk."""
-        return job.chunks.cut(self.sizes[job.kind].nbytes, self._block_bytes)
+        nbytes, descriptors = self.sizes[job.kind].nbytes, self._descriptors[job.kind]
+        return job.chunks.cut(nbytes, self._block_bytes, descriptors)
+
+    def submitted(self, kind: TransferType, part: GroupBlocks, seconds: float) -> None:
+        """Record how long the launch of a chunk took."""
+        descriptors = self._descriptors[kind][part.group] * len(part.slots)
+        self.sizes[kind].launched(seconds, descriptors)
 
     def launched(self, kind: TransferType, nbytes: int, now: float) -> None:
         """A chunk of ``nbytes`` was launched."""

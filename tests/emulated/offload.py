@@ -106,7 +106,8 @@ class Worker:
     def _copier(self, area: OnDevice, arena: torch.Tensor, geometry: Geometry) -> CudaCopier:
         limit = 1 << 30 if self.shape.kernel else 0
         driver = EmulatedDriver(self.emulator, self.shape.breaks)
-        return CudaCopier(area.tensor, arena, geometry, driver, CopyThreshold(limit, limit))
+        choice = CopyThreshold(limit, limit, fewest_rows=1)
+        return CudaCopier(area.tensor, arena, geometry, driver, choice)
 
     def run(self) -> None:
         """Some steps, and the last words of all jobs."""

@@ -17,7 +17,7 @@ from tests.emulated.device import EmulatedDriver, Emulator, Site
 from tests.emulated.world import World
 
 SIZE, COUNT = 64, 4
-ALWAYS = CopyThreshold(1 << 30, 1 << 30)
+ALWAYS = CopyThreshold(1 << 30, 1 << 30, fewest_rows=1)
 IDS = array("q", range(COUNT))
 
 

@@ -72,6 +72,7 @@ static const char *refused = "";   /* the call that is refused next */
 static Status refusal;
 static int calls_of[NAMES];
 static int held_of[NAMES]; /* of these, calls of threads that held Python's lock */
+static size_t most_copies[2]; /* of one batch, of threads that did not hold it and that did */
 static const char *names[NAMES];
 static Status (*launched)(void *function, unsigned grid, unsigned threads, void **arguments);
 
@@ -164,6 +165,7 @@ void stub_reset(void)
     memset(contexts, 0, sizeof contexts);
     memset(calls_of, 0, sizeof calls_of);
     memset(held_of, 0, sizeof held_of);
+    memset(most_copies, 0, sizeof most_copies);
     memset(names, 0, sizeof names);
     lockable = SIZE_MAX;
     sticky = SUCCESS;
@@ -200,6 +202,7 @@ static int number_of(const int *of, const char *name)
 
 int stub_calls(const char *name) { return number_of(calls_of, name); }
 int stub_held(const char *name) { return number_of(held_of, name); }
+size_t stub_most_copies(int held) { return most_copies[held]; }
 
 int stub_priority(void *stream) { return ((Stream *)stream)->priority; }
 unsigned stub_flags(void *stream) { return ((Stream *)stream)->flags; }
@@ -488,6 +491,8 @@ static Status batch(const char *name, const Address *targets, const Address *sou
                     const size_t *firsts, size_t number, size_t *failed, void *stream)
 {
     Status status = enter(name, 1);
+    size_t *most = &most_copies[holds_python()];
+    *most = copies > *most ? copies : *most;
     if (!status && (uintptr_t)stream <= PER_THREAD)
         status = INVALID_VALUE; /* no null stream takes a batch */
     if (!status)

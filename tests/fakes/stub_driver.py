@@ -57,6 +57,7 @@ class StubDriver:
         monkeypatch.setattr(cuda, "LIBRARY", path)
         self.library = ctypes.CDLL(path)
         self.library.stub_locked.restype = ctypes.c_size_t
+        self.library.stub_most_copies.restype = ctypes.c_size_t
         self.library.stub_reset()
         self.kernels: dict[str, int] = {}
         self.launches: list[str] = []
@@ -87,6 +88,10 @@ class StubDriver:
     def held(self, name: str) -> int:
         """How many of these calls came from a thread that held the GIL."""
         return int(self.library.stub_held(name.encode()))
+
+    def most_copies(self, held: bool) -> int:
+        """The most copies of one batch, from threads that held the GIL, or that did not."""
+        return int(self.library.stub_most_copies(held))
 
     @property
     def locked(self) -> int:

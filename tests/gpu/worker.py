@@ -18,7 +18,7 @@ from kvconnect.offload.streams import Fence, make_streams
 from kvconnect.types import JobId
 
 DEVICE = torch.device("cuda")
-KERNEL, DMA = CopyThreshold(1 << 40, 1 << 40), CopyThreshold(0, 0)
+KERNEL, DMA = CopyThreshold(1 << 40, 1 << 40, fewest_rows=1), CopyThreshold(0, 0)
 PATIENCE_S = 60.0
 
 

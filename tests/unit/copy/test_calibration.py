@@ -49,7 +49,7 @@ def times(kernel: float, dma_by_page: dict[int, float]) -> dict[tuple[str, str, 
     ("dma", "store", "load"),
     [
         ([4.0, 3.0, 2.0, 1.0, 0.5], PAGES[2], PAGES[2]),
-        ([1.4, 1.2, 1.06, 1.0, 1.0], 0, PAGES[2]),  # stores want a large margin
+        ([1.49, 1.4, 1.31, 1.29, 9.0], 0, PAGES[2]),  # stores want a larger margin
         ([1.0, 9.0, 9.0, 9.0, 9.0], 0, 0),  # a late win is noise
         ([9.0] * 5, LARGE, LARGE),
     ],

@@ -25,9 +25,15 @@ from kvconnect import copy  # noqa: E402
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
 from kvconnect.copy import calibration, cuda, kernels  # noqa: E402
 from kvconnect.copy import driver as cuda_driver  # noqa: E402
+from kvconnect.copy.base import MAX_DESCRIPTORS  # noqa: E402
 from kvconnect.copy.calibration import PAGES, Calibration, CopyThreshold  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
-from kvconnect.copy.driver import CudaDriver, kernel_source, source_digest  # noqa: E402
+from kvconnect.copy.driver import (  # noqa: E402
+    _SHORT_CALL,
+    CudaDriver,
+    kernel_source,
+    source_digest,
+)
 from kvconnect.copy.kernels import PIECE_BYTES  # noqa: E402
 from kvconnect.copy.reference import ReferenceCopier  # noqa: E402
 from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
@@ -40,7 +46,7 @@ from tests.fakes.stub_driver import BATCHES, StubDriver  # noqa: E402
 BLOCKS, SLOTS = 7, 9
 SEGMENTS = (ByteRun(3, 700, 700), ByteRun(5000, 401, 400), ByteRun(8000, 16, 16))
 GEOMETRY = Geometry((GroupGeometry(SEGMENTS, BLOCKS), GroupGeometry((ByteRun(0, 64, 48),), 5)))
-KERNEL, DMA = CopyThreshold(1 << 30, 1 << 30), CopyThreshold(0, 0)
+KERNEL, DMA = CopyThreshold(1 << 30, 1 << 30, fewest_rows=1), CopyThreshold(0, 0)
 ways = pytest.mark.parametrize("choice", [KERNEL, DMA], ids=["kernel", "dma"])
 
 
@@ -128,6 +134,18 @@ def test_the_way_depends_on_direction_and_page_size() -> None:
     copier, _ = made(CopyThreshold(store=48, load=400))
     assert [copier.method("store", g) for g in (0, 1)] == ["dma", "kernel"]
     assert [copier.method("load", g) for g in (0, 1)] == ["kernel", "kernel"]
+    assert [copier.descriptors("store", g) for g in (0, 1)] == [3, 0]
+    assert [copier.descriptors("load", g) for g in (0, 1)] == [0, 0]
+
+
+def test_few_rows_are_copied_by_dma() -> None:
+    driver = FakeDriver()
+    copier, _ = made(CopyThreshold(1 << 30, 1 << 30, fewest_rows=6), driver)
+    before = len(driver.calls)
+    copier.enqueue_store(0, [1], [0])  # three rows
+    copier.enqueue_store(0, [1, 2], [0, 1])
+    copied = [call for call in driver.calls[before:] if call in ("copy_batch", "gather_pages")]
+    assert copied == ["copy_batch", "gather_pages"]
 
 
 @ways
@@ -214,9 +232,13 @@ def test_the_sums_of_digests_take_limited_memory(
     sizes.clear()
     assert copier.enqueue_digests(0, [1])().tolist() == [xxhash.xxh3_64_intdigest(slots[1])]
     assert sizes == []  # the memory was used again
-    copier.enqueue_digests(0, [1])
+    read = copier.enqueue_digests(0, [1])
     copier.enqueue_digests(0, [2])
     assert len(sizes) == 2  # but not while it is in use
+    assert read() == read()  # and it goes back once
+    first, second = copier.enqueue_digests(0, [1]), copier.enqueue_digests(0, [2])
+    found = [take().tolist() for take in (first, second)]
+    assert found == [[xxhash.xxh3_64_intdigest(slots[n])] for n in (1, 4)]
 
 
 def test_blocks_that_cannot_be_hashed_there_are_refused() -> None:
@@ -609,6 +631,25 @@ def test_short_calls_keep_the_gil_and_others_release_it(
     (copied_by,) = real.copies()
     for name in ("cuCtxSetCurrent", copied_by):
         assert real.stub.held(name) == real.stub.calls(name) > 0
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_batch_is_cut_and_keeps_the_gil_only_while_it_is_short(
+    monkeypatch: pytest.MonkeyPatch, batch: str | None
+) -> None:
+    """A copy of a batch takes half a microsecond, so no call holds the GIL for a millisecond."""
+    real = OnStub(monkeypatch, batch, DMA)
+    area, arena = real.area.data_ptr(), real.arena.data_ptr()
+    counts = (1, _SHORT_CALL, _SHORT_CALL + 1, 2 * MAX_DESCRIPTORS + 1)
+    for count in counts:
+        real.arena.zero_()
+        addresses = array("q", range(area, area + count)), array("q", range(arena, arena + count))
+        real.driver.copy_batch(addresses[1], addresses[0], array("q", [1]) * count, early=False)
+        assert torch.equal(real.arena[:count], real.area[:count])
+    if batch is not None:
+        assert real.copies() == {batch: len(counts) + 2}
+        assert real.stub.most_copies(held=True) == _SHORT_CALL
+        assert real.stub.most_copies(held=False) == MAX_DESCRIPTORS
 
 
 LONG = (

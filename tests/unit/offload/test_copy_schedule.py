@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from kvconnect.copy.base import MAX_DESCRIPTORS
 from kvconnect.offload import copy_schedule
 from kvconnect.offload.copy_schedule import (
     CHUNK_BYTES,
@@ -101,6 +102,27 @@ def test_parts_are_cut_by_the_bytes_of_their_group() -> None:
         (1, [6]),
     ]
     assert cut_all(Chunks(parts, whole=True), 1, [MIB, MIB]) == [(0, [*range(5)]), (1, [5, 6])]
+
+
+def test_a_chunk_has_no_more_descriptors_than_one_call_takes() -> None:
+    assert MAX_DESCRIPTORS == 1024
+    chunks = Chunks([blocks(20), blocks(20, 1), blocks(2, 2)])
+    found = []
+    while chunks:
+        part = chunks.cut(1 << 30, [MIB] * 3, [128, 0, 2000])
+        found.append((part.group, len(part.slots)))
+    assert found == [(0, 8), (0, 8), (0, 4), (1, 20), (2, 1), (2, 1)]
+
+
+def test_what_descriptors_take_makes_no_chunk_longer() -> None:
+    with_them, without = ChunkSize(), ChunkSize()
+    for size in (with_them, without):
+        size.copied(CHUNK_BYTES, CHUNK_BYTES / 55e9)
+    for _ in range(40):
+        with_them.launched(0.004, round(0.004 / copy_schedule.DESCRIPTOR_S))
+        without.launched(0.004)  # the control
+    assert with_them.nbytes / 55e9 == pytest.approx(CHUNK_S)
+    assert without.nbytes / 55e9 == pytest.approx(0.008, rel=0.01)
 
 
 def test_the_rest_is_what_was_not_cut() -> None:

@@ -109,7 +109,7 @@ class Rig:
         self.area = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
         self.store = HostArena(BLOCKS, GEOMETRY.slot_bytes, "full")
         self.driver = FakeDriver()
-        kernel = CopyThreshold(1 << 30, 1 << 30)
+        kernel = CopyThreshold(1 << 30, 1 << 30, fewest_rows=1)
         self.copier = CudaCopier(self.area, self.store.tensor(), GEOMETRY, self.driver, kernel)
         self.streams = HeldStreams()
         self.now = 0.0
