@@ -3,8 +3,15 @@
     python -m benchmarks.copy_model
 
 :class:`~kvconnect.offload.copy_schedule.CopySchedule` decides, as in the executor; this module
-plays the copy thread, the threads that wait, the link and the digest kernel, in simulated time. It
-shows what the decisions cost. It does not show what a GPU does: the costs below are assumptions.
+plays the copy thread, the threads that wait, the driver, the link and the digest kernel, in
+simulated time. It shows what the decisions cost. It does not show what a GPU does: the costs below
+are published by others, or assumed.
+
+``model_ratio_RUN_GBPS_...``: share of the link's rate for blocks of 2 MiB in runs of this length,
+copied by DMA, on a link of so many GB/s; ``full``, ``sampled``, ``off``: which blocks are hashed;
+``busy``: each launch of a kernel waits 1.6 ms for room beside prefill; ``hog``: another thread
+takes the GIL, a millisecond at a time. ``longest_lock_ms``: the longest call that holds the GIL, of
+all cases. ``lock_share_...``: share of the time in which such calls hold it.
 """
 
 from __future__ import annotations
@@ -15,30 +22,62 @@ from collections import deque
 from dataclasses import dataclass
 
 from benchmarks.common import emit
+from kvconnect.copy.base import MAX_DESCRIPTORS
+from kvconnect.copy.cuda import digest_launches
+from kvconnect.copy.driver import SHORT_CALL
 from kvconnect.offload.copy_schedule import Chunks, CopySchedule
 from kvconnect.offload.messages import GroupBlocks
 from kvconnect.types import TransferType
 
+KIB = 1 << 10
 BLOCK_BYTES = 2 << 20
 JOB_BYTES = 1 << 30
 WARM_BYTES, MEASURED_BYTES = 8 << 30, 64 << 30
+
+# Assumed.
 DIGEST_RATE = 800e9  # bytes per second of the digest kernel
+FOLD_S = 15e-9  # per KiB of a block; blocks of one launch are folded side by side
 COPY_LAUNCH_S, DIGEST_LAUNCH_S = 100e-6, 60e-6
 LAND_S, BLOCK_S = 20e-6, 1e-6  # to take a result, and per block of it
 DROPS = 0  # calls of a launch by DMA that give up the GIL
 HOG_S = 0.001  # for which another thread holds the GIL each time
 
+# Published: vLLM's pull request 48434 (H100), per copy of a batch; LMCache's pull request 5067, a
+# kernel's wait beside prefill.
+SUBMIT_S = 0.5e-6
+ENGINE_S = ((16 * KIB, 0.6e-6), (32 * KIB, 0.65e-6), (64 * KIB, 0.9e-6))  # by run; longer: 1 us
+PREFILL_WAIT_S = 1.6e-3
+
 
 @dataclass(frozen=True)
 class Case:
-    """``gbps``: the link's rate, 1e9 bytes per second. ``digests``: the share of blocks that are
-    hashed. ``hog``: another thread takes the GIL whenever it is given up. ``own_stream``: digests
-    delay no copy."""
+    """Attributes:
+    gbps: the link's rate, 1e9 bytes per second.
+    digests: the share of blocks that are hashed.
+    hog: another thread takes the GIL whenever it is given up.
+    own_stream: digests delay no copy.
+    run_bytes: of one copy of a batch.
+    wait_s: that a kernel waits for room on the device.
+    limited: batches are cut, and give the GIL up if they are long.
+    """
 
     gbps: float
     digests: float = 1.0
     hog: bool = False
     own_stream: bool = True
+    run_bytes: int = BLOCK_BYTES
+    wait_s: float = 0.0
+    limited: bool = True
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a case comes to: share of the link's rate, the longest call that holds the GIL, and the
+    share of time in which such calls hold it."""
+
+    ratio: float
+    longest_lock_s: float
+    lock_share: float
 
 
 @dataclass(eq=False)
@@ -60,10 +99,13 @@ class Model:
     def __init__(self, case: Case, seed: int = 0) -> None:
         self._case = case
         self._random = random.Random(seed)
-        self._schedule: CopySchedule[_Job] = CopySchedule([BLOCK_BYTES])
+        self._copies = BLOCK_BYTES // case.run_bytes  # of a block
+        limits = {kind: [self._copies] for kind in TransferType} if case.limited else None
+        self._schedule: CopySchedule[_Job] = CopySchedule([BLOCK_BYTES], descriptors=limits)
         self._job: _Job | None = None
         self._flights: deque[_Flight] = deque()
         self._now = self._link_free = self._digests_free = 0.0
+        self.locked_s = self.longest_lock_s = 0.0
 
     def run(self, nbytes: int) -> float:
         """Copy ``nbytes``; return the seconds from the end of the last run to the end of this."""
@@ -84,23 +126,39 @@ class Model:
 
     def _launch(self, job: _Job) -> int:
         part = self._schedule.cut(job)
-        nbytes = len(part.slots) * BLOCK_BYTES
-        hashed = nbytes * self._case.digests
+        blocks = len(part.slots)
+        nbytes, copies = blocks * BLOCK_BYTES, blocks * self._copies
+        hashed = round(blocks * self._case.digests)
         seconds = COPY_LAUNCH_S + self._hogged(DROPS)
         if hashed:
             seconds += DIGEST_LAUNCH_S
-        self._now += seconds
+        first = self._now + seconds  # the device begins while the others are submitted
+        self._now = first + SUBMIT_S * copies
+        self._lock(copies)
         self._schedule.launched(job.kind, nbytes, self._now)
-        self._schedule.sizes[job.kind].launched(seconds)
-        start = max(self._now, self._link_free)
-        taken = nbytes / (self._case.gbps * 1e9)
-        end = start + taken
-        digested = max(end, self._digests_free) + hashed / DIGEST_RATE
-        self._digests_free = digested
+        self._schedule.submitted(job.kind, part, seconds + SUBMIT_S * copies)
+        start = max(first, self._link_free)
+        taken = max(nbytes / (self._case.gbps * 1e9), copies * _engine_s(self._case.run_bytes))
+        end = max(start + taken, self._now)
+        digested = max(end, self._digests_free) + self._digest_s(hashed) if hashed else end
+        self._digests_free = max(digested, self._digests_free)
         self._link_free = end if self._case.own_stream else digested
         noticed = max(end, digested) + self._hogged(2)  # a waiter's thread, then the copy thread
-        self._flights.append(_Flight(nbytes, taken, noticed))
+        self._flights.append(_Flight(nbytes, end - start, noticed))
         return nbytes
+
+    def _digest_s(self, blocks: int) -> float:
+        """Return the seconds that the device takes to hash blocks."""
+        launches = digest_launches(BLOCK_BYTES, blocks)
+        fold = FOLD_S * BLOCK_BYTES / KIB * launches
+        return launches * self._case.wait_s + blocks * BLOCK_BYTES / DIGEST_RATE + fold
+
+    def _lock(self, copies: int) -> None:
+        """Count the time for which the calls of one chunk hold the GIL."""
+        longest = min(copies, MAX_DESCRIPTORS) if self._case.limited else copies
+        if longest <= SHORT_CALL or not self._case.limited:
+            self.locked_s += SUBMIT_S * copies
+            self.longest_lock_s = max(self.longest_lock_s, SUBMIT_S * longest)
 
     def _take_landed(self) -> None:
         while self._flights and self._flights[0].noticed <= self._now:
@@ -113,28 +171,56 @@ class Model:
         return sum(self._random.uniform(0, HOG_S) for _ in range(drops)) if self._case.hog else 0.0
 
 
+def _engine_s(run_bytes: int) -> float:
+    """Return the seconds that a copy engine takes at least for one copy."""
+    return next((seconds for longest, seconds in ENGINE_S if run_bytes <= longest), 1e-6)
+
+
 def _loads() -> _Job:
     numbers = array("q", range(JOB_BYTES // BLOCK_BYTES))
     return _Job(TransferType.CPU_TO_GPU, Chunks([GroupBlocks(0, numbers, numbers)]))
 
 
-def link_ratio(case: Case) -> float:
-    """Return the part of the link's rate that copies reach once the schedule knows the link."""
+def measure(case: Case) -> Figures:
+    """Return what a case comes to once the schedule knows the link."""
     model = Model(case)
     model.run(WARM_BYTES)
-    return MEASURED_BYTES / (case.gbps * 1e9) / model.run(MEASURED_BYTES)
+    model.locked_s = 0.0
+    taken = model.run(MEASURED_BYTES)
+    ratio = MEASURED_BYTES / (case.gbps * 1e9) / taken
+    return Figures(ratio, model.longest_lock_s, model.locked_s / taken)
+
+
+def link_ratio(case: Case) -> float:
+    """Return the part of the link's rate that copies reach once the schedule knows the link."""
+    return measure(case).ratio
+
+
+CASES = {
+    **{
+        f"{run // KIB}k_{gbps}_{digests}{busy}": Case(
+            gbps, share, run_bytes=run, wait_s=PREFILL_WAIT_S if busy else 0.0
+        )
+        for run in (16 * KIB, 32 * KIB, 64 * KIB, 1024 * KIB)
+        for gbps in (25, 55, 200)
+        for digests, share in (("off", 0.0), ("sampled", 1 / 16), ("full", 1.0))
+        for busy in ("", "_busy")
+    },
+    "2048k_55_full_hog": Case(55, hog=True),
+    "2048k_400_full_hog": Case(400, hog=True),
+}
 
 
 def main() -> None:
-    figures = {
-        "model_ratio_25_full": link_ratio(Case(25)),
-        "model_ratio_55_full": link_ratio(Case(55)),
-        "model_ratio_55_full_hog": link_ratio(Case(55, hog=True)),
-        "model_ratio_400_full": link_ratio(Case(400)),
-        "model_ratio_400_sampled": link_ratio(Case(400, digests=1 / 16)),
-        "model_ratio_400_full_hog": link_ratio(Case(400, hog=True)),
+    found = {name: measure(case) for name, case in CASES.items()}
+    figures = {f"model_ratio_{name}": round(one.ratio, 3) for name, one in found.items()}
+    shares = {
+        f"lock_share_{name}": round(one.lock_share, 4)
+        for name, one in found.items()
+        if name.endswith("_off")
     }
-    emit("copy_model", dict(figures))
+    longest = max(one.longest_lock_s for one in found.values())
+    emit("copy_model", {**figures, **shares, "longest_lock_ms": round(longest * 1e3, 4)})
 
 
 if __name__ == "__main__":

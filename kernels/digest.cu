@@ -1,21 +1,23 @@
 /* XXH3-64 of whole blocks where they lie in the KV cache, as a slot would hold them.
  *
  * XXH3 keeps eight lanes, 64-bit numbers. A stripe is 64 bytes, eight for each lane; a step is 16
- * stripes. The sums that a step adds to the lanes do not depend on their state. So `sum_steps`
- * works out the sums of all steps, spread over the whole grid. `fold_steps` then adds each block's
- * sums to its lanes in order, which takes a few instructions per KiB. The format is that of xxHash
- * 0.8 (inputs over 240 bytes, default secret, seed 0).
+ * stripes. The sums that a step adds to the lanes do not depend on their state. So all thread blocks
+ * work out the sums of all steps. The last of them to be ready then adds each KV block's sums to its
+ * lanes in order, which takes a few instructions per KiB. A kernel of its own would wait once more
+ * for room beside the model's. The format is that of xxHash 0.8 (inputs over 240 bytes, default
+ * secret, seed 0).
  *
  * table    `rows` runs of one block, in the order of their place
  * ids      `count` blocks
  * nbytes   of one block, over 240: shorter inputs have a formula of their own
  * sums     `count` times one row of eight sums per step
+ * ready    thread blocks whose sums are there: 0 before and after
  * digests  `count` results
  *
- * Both take any number of thread blocks, of whole warps. */
+ * It takes any number of thread blocks, of whole warps. */
 #include "runs.cuh"
 
-#define LANES 8 /* of XXH3; also threads per step, and threads per block when folding */
+#define LANES 8 /* of XXH3; also threads per step, and threads per KV block when folding */
 #define STRIPE 64
 #define STEP_STRIPES 16
 #define STEP_BYTES (STEP_STRIPES * STRIPE)
@@ -167,10 +169,9 @@ struct Keys {
 };
 
 /* Groups of eight threads take neighbouring steps, so that their run is found once and then only
- * moves forward. The registers hold the keys, for one thread block per multiprocessor. */
-extern "C" __global__ void __launch_bounds__(512, 1)
-    sum_steps(const u8 *area, const Run *table, i64 rows, const i64 *ids, i64 count, i64 nbytes,
-              u64 *sums) {
+ * moves forward. */
+__device__ __forceinline__ void sum_steps(const u8 *area, const Run *table, i64 rows,
+                                          const i64 *ids, i64 count, i64 nbytes, u64 *sums) {
     const int thread = (int)(threadIdx.x % LANES);
     const Keys keys(thread);
     const i64 steps = (nbytes - 1) / STEP_BYTES + 1, all = steps * count;
@@ -206,22 +207,23 @@ __device__ __forceinline__ u64 scrambled(u64 state, u64 key) {
     return (state ^ state >> 47 ^ key) * PRIME32_1;
 }
 
-/* Eight threads fold a block, each one lane. The order is fixed, so a block takes as long as its
- * chain of multiplications; blocks run side by side. */
-extern "C" __global__ void __launch_bounds__(128)
-    fold_steps(const u64 *sums, i64 count, i64 nbytes, u64 *digests) {
+/* Eight threads fold a KV block, each one lane. The order is fixed, so it takes as long as its chain
+ * of multiplications; KV blocks run side by side. What other thread blocks wrote is not in this
+ * multiprocessor's cache. */
+__device__ __forceinline__ void fold_steps(const u64 *sums, i64 count, i64 nbytes, u64 *digests) {
     const int lane = (int)(threadIdx.x % LANES);
     const u64 scramble = SECRET[SCRAMBLE_AT / 8 + lane], merge = secret_at(MERGE_AT + 8 * lane);
     const i64 full = (nbytes - 1) / STEP_BYTES; /* steps before the last, which is not scrambled */
-    const i64 batches = full / AHEAD, rest = full % AHEAD;
-    for (i64 first = 0; first < count; first += num_groups(LANES)) {
-        const i64 number = first + first_group(LANES);
+    for (i64 first = 0; first < count; first += blockDim.x / LANES) {
+        const i64 number = first + threadIdx.x / LANES;
+        const i64 mine_full = number < count ? full : 0;
+        const i64 batches = mine_full / AHEAD, rest = mine_full % AHEAD;
         const u64 *from = sums + (number < count ? number : 0) * (full + 1) * LANES + lane;
         u64 state = INITIAL[lane], first_sums[AHEAD], ahead[AHEAD];
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
-            first_sums[k] = k < rest ? from[k * LANES] : 0;
-            ahead[k] = batches ? from[(rest + k) * LANES] : 0;
+            first_sums[k] = k < rest ? __ldcg(from + k * LANES) : 0;
+            ahead[k] = batches ? __ldcg(from + (rest + k) * LANES) : 0;
         }
 #pragma unroll
         for (int k = 0; k < AHEAD; k++)
@@ -234,10 +236,10 @@ extern "C" __global__ void __launch_bounds__(128)
             for (int k = 0; k < AHEAD; k++) {
                 state = scrambled(state + ahead[k], scramble);
                 if (i < batches)
-                    ahead[k] = from[k * LANES];
+                    ahead[k] = __ldcg(from + k * LANES);
             }
         }
-        const u64 mine = (state + *from) ^ merge, other = exchange(mine, 1);
+        const u64 mine = (state + __ldcg(from)) ^ merge, other = exchange(mine, 1);
         u64 hash = (mine * other) ^ __umul64hi(mine, other);
         hash += exchange(hash, 2);
         hash += exchange(hash, 4) + (u64)nbytes * PRIME64_1;
@@ -246,4 +248,22 @@ extern "C" __global__ void __launch_bounds__(128)
         if (lane == 0 && number < count)
             digests[number] = hash ^ hash >> 32;
     }
+}
+
+/* The registers hold the keys, for one thread block per multiprocessor. */
+extern "C" __global__ void __launch_bounds__(512, 1)
+    hash_blocks(const u8 *area, const Run *table, i64 rows, const i64 *ids, i64 count, i64 nbytes,
+                u64 *sums, u32 *ready, u64 *digests) {
+    sum_steps(area, table, rows, ids, count, nbytes, sums);
+    __threadfence();
+    __syncthreads();
+    __shared__ bool last;
+    if (threadIdx.x == 0)
+        last = atomicAdd(ready, 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!last)
+        return;
+    if (threadIdx.x == 0)
+        *ready = 0;
+    fold_steps(sums, count, nbytes, digests);
 }

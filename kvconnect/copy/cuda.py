@@ -57,10 +57,9 @@ _Ids = tuple["array[int]", "array[int]"]
 
 GRID, THREADS = 16, 512
 """A few multiprocessors keep 1 MiB in flight, several times what PCIe 5 needs."""
-_FOLD_THREADS = 128
-"""One warp per scheduler: a fold waits for its own results, not for memory or other warps."""
-_SUMS_BYTES = 1 << 20
-"""Scratch for the sums of 16 MiB. torch's allocator takes 20 MiB for anything larger."""
+_SUMS_BYTES = 8 << 20
+"""Scratch for the sums of 128 MiB: a chunk of a fast link is hashed by one launch, since each may
+wait for room beside the model's kernels (1.6 ms beside prefill: LMCache's pull request 5067)."""
 _ZERO = array("q", [0])
 _KERNELS = {"store": "gather_pages", "load": "scatter_pages"}
 
@@ -97,6 +96,7 @@ class _DigestBuffers:
         self.capacity = capacity
         self.ids = driver.device_memory(8 * capacity)
         self.sums = driver.device_memory(sums_bytes)
+        self.ready = driver.upload(_ZERO)
         self.digests = driver.host_memory(8 * capacity)
         self.result = memoryview(self.digests.numpy())
         self._host_ids = driver.host_memory(8 * capacity)
@@ -178,8 +178,7 @@ class CudaCopier(Copier):
         if not block_ids:
             return lambda: array("Q")
         made, count = self._groups[group], len(block_ids)
-        sums_bytes = 8 * DIGEST_LANES * -(-found.block_bytes // DIGEST_STEP_BYTES)  # of one block
-        per_launch = max(1, _SUMS_BYTES // sums_bytes)
+        sums_bytes, per_launch = _sums_bytes(found.block_bytes), _per_launch(found.block_bytes)
         # Of this call only: another stream may fold while this one sums.
         buffers = made.digest_buffers.pop() if made.digest_buffers else None
         if buffers is None or buffers.capacity < count:
@@ -192,9 +191,9 @@ class CudaCopier(Copier):
             some, place = min(per_launch, count - first), 8 * first
             table = made.table.data_ptr(), made.rows[-1]
             blocks = buffers.ids.data_ptr() + place, some, found.block_bytes
-            self._driver.launch("sum_steps", GRID, THREADS, (self._area, *table, *blocks, scratch))
-            folded = scratch, some, found.block_bytes, buffers.digests.data_ptr() + place
-            self._driver.launch("fold_steps", GRID, _FOLD_THREADS, folded)
+            results = buffers.ready.data_ptr(), buffers.digests.data_ptr() + place
+            arguments = self._area, *table, *blocks, scratch, *results
+            self._driver.launch("hash_blocks", GRID, THREADS, arguments)
 
         @functools.cache  # the buffers go back once, and then belong to another call
         def read() -> array[int]:
@@ -252,6 +251,21 @@ class CudaCopier(Copier):
 
     def _limits(self, group: int) -> tuple[int, int]:
         return self._geometry.groups[group].num_blocks, self._num_slots
+
+
+def _sums_bytes(block_bytes: int) -> int:
+    """Return the bytes of one block's sums."""
+    return 8 * DIGEST_LANES * -(-block_bytes // DIGEST_STEP_BYTES)
+
+
+def _per_launch(block_bytes: int) -> int:
+    """Return how many blocks are hashed together."""
+    return max(1, _SUMS_BYTES // _sums_bytes(block_bytes))
+
+
+def digest_launches(block_bytes: int, blocks: int) -> int:
+    """Return how many launches of a kernel hash blocks."""
+    return -(-blocks // _per_launch(block_bytes))
 
 
 def _pairs(block_ids: array[int], slots: array[int]) -> array[int]:

@@ -33,7 +33,7 @@ from kvconnect.errors import Incompatible, TransferFailed
 
 logger = logging.getLogger(__name__)
 
-_SHORT_CALL = 64
+SHORT_CALL = 64
 """Copies in a call that keeps the GIL: more would hold it longer than it takes to get it back."""
 
 _ORDER_STREAM, _ORDER_ANY = 1, 3
@@ -254,7 +254,7 @@ class CudaDriver(Driver):
         addresses = [numbers.buffer_info()[0] for numbers in (targets, sources, sizes)]
         for start in range(0, len(sizes), MAX_DESCRIPTORS):
             count = min(MAX_DESCRIPTORS, len(sizes) - start)
-            batch = self._short_batch if count <= _SHORT_CALL else self._long_batch
+            batch = self._short_batch if count <= SHORT_CALL else self._long_batch
             arguments: list[Any] = [
                 *(address + 8 * start for address in addresses),
                 *(count, ctypes.byref(attributes), ctypes.byref(first), 1),

@@ -19,9 +19,10 @@ MAX_IN_FLIGHT = 4
 CHUNK_BYTES = 8 << 20
 """Smallest chunk, and the size until the link's rate is known."""
 
-CHUNK_S = 0.0015
-"""Seconds that a chunk takes on the link. Also the longest that a load waits for a store where
-both share a thread."""
+CHUNK_S = 0.002
+"""Seconds that a chunk takes on the link: longer than a digest kernel waits beside prefill (1.6 ms:
+LMCache's pull request 5067). Also the longest that a load waits for a store where both share a
+thread."""
 
 DESCRIPTOR_S = 0.5e-6
 """Seconds that the driver takes for one copy of a batch (measured on an H100: vLLM's pull request

@@ -18,8 +18,7 @@ KERNELS = {
     "scatter_pages": "pages",
     "pack_blocks": "blocks",
     "unpack_blocks": "blocks",
-    "sum_steps": "digest",
-    "fold_steps": "digest",
+    "hash_blocks": "digest",
 }
 """Kernel -> its family."""
 
@@ -33,7 +32,7 @@ DIGEST_OVER = 240
 """Digests need blocks of more bytes than this; XXH3 hashes shorter input differently."""
 
 DIGEST_STEP_BYTES, DIGEST_LANES = 1024, 8
-"""``sum_steps`` makes this many sums of 64 bits out of this many bytes of a block."""
+"""``hash_blocks`` makes this many sums of 64 bits out of this many bytes of a block."""
 
 
 def folder() -> Path:

@@ -48,7 +48,7 @@ def unpack_blocks(
 def digest_blocks(area: Memory, table: Sequence[int], ids: Sequence[int]) -> list[int]:
     """Return the XXH3-64 of each block, in the byte order of a slot.
 
-    This is what ``fold_steps`` makes of the sums of ``sum_steps``.
+    ``hash_blocks`` works out the sums of all steps first, and folds them then.
     """
     import xxhash
 

@@ -1,5 +1,5 @@
 /* Enough of CUDA to run the kernels' own source on a CPU: every thread is a fiber, so that threads
- * can exchange values; blocks run one after the other, threads in an order that a seed shuffles. */
+ * can exchange values; blocks run one after the other. A seed shuffles them, and their threads. */
 #pragma once
 #include <ucontext.h>
 
@@ -11,6 +11,7 @@
 #define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __shared__ static
 
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
@@ -21,6 +22,7 @@ struct Dim {
 static Dim threadIdx, blockIdx, blockDim, gridDim;
 
 template <typename T> static inline T __ldcs(const T *from) { return *from; }
+template <typename T> static inline T __ldcg(const T *from) { return *from; }
 template <typename T> static inline void __stcs(T *to, T value) { *to = value; }
 static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return (unsigned long long)(((unsigned __int128)a * b) >> 64);
@@ -52,6 +54,14 @@ static inline unsigned long long __shfl_xor_sync(unsigned mask, unsigned long lo
     const unsigned long long found = given[threadIdx.x ^ apart];
     barrier();
     return found;
+}
+
+static inline void __syncthreads() { barrier(); }
+static inline void __threadfence() {}
+static inline unsigned atomicAdd(unsigned *at, unsigned more) {
+    const unsigned before = *at;
+    *at += more;
+    return before;
 }
 
 static void enter() {
@@ -96,7 +106,7 @@ static void run_grid(unsigned blocks, unsigned threads, unsigned seed) {
     gridDim = {blocks, 1, 1};
     blockDim = {threads, 1, 1};
     for (unsigned i = 0; i < blocks; i++) {
-        blockIdx = {i, 0, 0};
+        blockIdx = {(i * 7919u + seed) % blocks, 0, 0};
         run_block(threads, seed + i);
     }
 }

@@ -23,13 +23,10 @@ static void blocks(void **a) {
            value<i64>(a, 8));
 }
 
-static void sum(void **a) {
-    sum_steps(value<const u8 *>(a, 0), value<const Run *>(a, 1), value<i64>(a, 2),
-              value<const i64 *>(a, 3), value<i64>(a, 4), value<i64>(a, 5), value<u64 *>(a, 6));
-}
-
-static void fold(void **a) {
-    fold_steps(value<const u64 *>(a, 0), value<i64>(a, 1), value<i64>(a, 2), value<u64 *>(a, 3));
+static void hash(void **a) {
+    hash_blocks(value<const u8 *>(a, 0), value<const Run *>(a, 1), value<i64>(a, 2),
+                value<const i64 *>(a, 3), value<i64>(a, 4), value<i64>(a, 5), value<u64 *>(a, 6),
+                value<u32 *>(a, 7), value<u64 *>(a, 8));
 }
 
 extern "C" int run(const char *name, unsigned grid, unsigned threads, unsigned seed, void **a) {
@@ -39,7 +36,7 @@ extern "C" int run(const char *name, unsigned grid, unsigned threads, unsigned s
     } const kernels[] = {
         {"gather_pages", pages<gather_pages>},   {"scatter_pages", pages<scatter_pages>},
         {"pack_blocks", blocks<pack_blocks>},    {"unpack_blocks", blocks<unpack_blocks>},
-        {"sum_steps", sum},                      {"fold_steps", fold},
+        {"hash_blocks", hash},
     };
     for (const auto &kernel : kernels)
         if (strcmp(kernel.name, name) == 0) {

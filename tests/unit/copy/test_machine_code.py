@@ -23,7 +23,7 @@ from scripts import build_kernels
 MOST_REGISTERS = 112
 """Of the 128 that each of 512 threads can have on one multiprocessor."""
 
-WIDE = {"sum_steps": (8, 0), "fold_steps": (0, 0)}
+WIDE = {"hash_blocks": (8, 0)}
 """128-bit words that a thread loads at a time, and those that it stores; copies have eight."""
 
 

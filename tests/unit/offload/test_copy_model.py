@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import copy_model
-from benchmarks.copy_model import Case, link_ratio
+from benchmarks.copy_model import CASES, Case, link_ratio, measure
+from kvconnect.copy import cuda
 from kvconnect.offload import copy_schedule
 
 
@@ -43,3 +46,40 @@ def test_digests_behind_the_copies_would_hold_them_back(monkeypatch: pytest.Monk
     monkeypatch.setattr(copy_model, "DIGEST_RATE", 32e9)
     assert link_ratio(Case(25, own_stream=False)) < 0.6
     assert link_ratio(Case(25)) >= 0.95  # of its own, as long as it is faster than the link
+
+
+@pytest.mark.parametrize(
+    ("run_kib", "ratio", "lock_share"), [(16, 0.5, 0.83), (32, 0.89, 0.77), (64, 1.0, 0.42)]
+)
+def test_long_batches_would_hold_the_gil_most_of_the_time(
+    run_kib: int, ratio: float, lock_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: batches of any length that keep the GIL, and chunks that grow with them."""
+    monkeypatch.setattr(copy_schedule, "DESCRIPTOR_S", 0.0)
+    found = measure(Case(55, digests=0.0, run_bytes=run_kib << 10, limited=False))
+    assert found.ratio == pytest.approx(ratio, rel=0.1)
+    assert found.lock_share == pytest.approx(lock_share, rel=0.1)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_no_call_holds_the_gil_for_a_millisecond(case: Case) -> None:
+    found = measure(case)
+    assert found.longest_lock_s <= 1e-3
+    assert found.lock_share < 0.05
+
+
+@pytest.mark.parametrize("run_kib", [32, 64, 1024])
+def test_limits_cost_no_rate(run_kib: int) -> None:
+    """Whatever the run: what is left is what the device's copy engine takes."""
+    case = Case(55, digests=0.0, run_bytes=run_kib << 10)
+    assert link_ratio(case) >= 0.99 * link_ratio(replace(case, limited=False))
+
+
+@pytest.mark.parametrize("gbps", [25, 55])
+def test_digests_beside_prefill_leave_the_link_full(
+    gbps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[f"1024k_{gbps}_full_busy"]
+    assert link_ratio(case) >= 0.95
+    monkeypatch.setattr(cuda, "_SUMS_BYTES", 1 << 20)  # negative control: many launches
+    assert link_ratio(case) < 0.4

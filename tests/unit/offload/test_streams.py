@@ -261,7 +261,7 @@ def test_digests_never_touch_the_slots(rig: Rig) -> None:
         assert causes(done) == []
     assert torch.equal(rig.area, before)
     assert hashed == []
-    assert rig.driver.calls.count("fold_steps") == 6  # of three chunks each way
+    assert rig.driver.calls.count("hash_blocks") == 6  # of three chunks each way
 
 
 def test_a_rotten_slot_is_found_on_the_device(rig: Rig) -> None:
