@@ -242,7 +242,8 @@ class CudaDriver(Driver):
         handle = self._stream()
         stream = ctypes.c_void_p(handle)
         self._context.enter()  # libcuda needs a current context, unlike torch
-        if self._short_batch is None or not handle:  # the default stream takes no batches
+        short, long = self._short_batch, self._long_batch
+        if short is None or long is None or not handle:  # the default stream takes no batches
             copy = self._cuda.cuMemcpyAsync
             for target, source, size in zip(targets, sources, sizes, strict=True):
                 check(copy(target, source, size, stream), "cuMemcpyAsync")
@@ -254,7 +255,7 @@ class CudaDriver(Driver):
         addresses = [numbers.buffer_info()[0] for numbers in (targets, sources, sizes)]
         for start in range(0, len(sizes), MAX_DESCRIPTORS):
             count = min(MAX_DESCRIPTORS, len(sizes) - start)
-            batch = self._short_batch if count <= SHORT_CALL else self._long_batch
+            batch = short if count <= SHORT_CALL else long
             arguments: list[Any] = [
                 *(address + 8 * start for address in addresses),
                 *(count, ctypes.byref(attributes), ctypes.byref(first), 1),
