@@ -98,7 +98,7 @@ NEVER = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 
 PURE = (
     *("cache/groups.py", "cache/head_shards.py", "cache/keys.py", "cache/layout.py"),
-    *("cache/pages.py", "cache/record_format.py"),
+    *("cache/pages.py", "cache/record_format.py", "copy/base.py"),
     "protocol/",
     "jobs.py",
     *(
