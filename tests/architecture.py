@@ -67,7 +67,6 @@ FOREIGN = {
     "valkey": ("tiers/backends/valkey.py",),
     "obstore": ("tiers/backends/object.py",),
     "mooncake": ("tiers/backends/mooncake.py",),
-    "grafana_foundation_sdk": ("observability/metrics/boards/",),
     "prometheus_client": (
         *("observability/metrics/prometheus.py", "observability/top/scrape.py"),
         "router/",

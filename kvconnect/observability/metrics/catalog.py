@@ -5,7 +5,7 @@ and record it through :mod:`kvconnect.stats` under the row's name. Label values 
 every series exists from the first scrape, as 0. Only the label ``peer`` is open: it is bounded, and
 a peer's series appears when the peer is first seen.
 
-``python -m kvconnect.observability.metrics.document > docs/metrics.md`` writes the documentation.
+``python -m scripts.dashboards.document > docs/metrics.md`` writes the documentation.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from kvconnect import cli
-from kvconnect.observability.metrics.boards import promql
-from kvconnect.observability.metrics.boards.__main__ import BOARDS
-from kvconnect.observability.metrics.boards.grafana import to_json
 from kvconnect.observability.metrics.catalog import SGLANG, VLLM, families
 from kvconnect.router.metrics import RouterMetrics
+from scripts.dashboards import promql
+from scripts.dashboards.__main__ import BOARDS
+from scripts.dashboards.grafana import to_json
 from tests.boards import (
     FOLDER,
     Shown,
@@ -43,7 +43,7 @@ plugins.register_default_plugins()
 def test_what_is_committed_is_what_is_generated() -> None:
     made = {board.uid: to_json(board) for board in BOARDS}
     committed = {path.stem: path.read_text() for path in FOLDER.glob("*.json")}
-    assert committed == made, "python -m kvconnect.observability.metrics.boards"
+    assert committed == made, "python -m scripts.dashboards"
 
 
 def wrong(board: dict[str, Any]) -> list[str]:

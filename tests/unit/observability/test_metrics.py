@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM, families
-from kvconnect.observability.metrics.document import markdown_table
 from kvconnect.observability.metrics.model import EntryPart, Family
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
@@ -30,6 +29,7 @@ from kvconnect.stats import (
 )
 from kvconnect.tiers.cost_model import LoadReason
 from kvconnect.types import FailureCause, PromptSource, Tier, TransferType
+from scripts.dashboards.document import markdown_table
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -94,9 +94,7 @@ def test_vllms_names_show_what_they_are_about() -> None:
 
 def test_documentation_is_up_to_date() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
-    assert text == markdown_table(), (
-        "python -m kvconnect.observability.metrics.document > docs/metrics.md"
-    )
+    assert text == markdown_table(), "python -m scripts.dashboards.document > docs/metrics.md"
     # Control: the text depends on the catalogue.
     assert all(f"`{family.exposed}`" in text for family in families("vllm:"))
     assert "`vllm:kvconnect_lookup_total`" not in text

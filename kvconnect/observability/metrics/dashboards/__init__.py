@@ -1,5 +1,5 @@
 """Grafana dashboards, and the alerts that go with them, as files. The dashboards are generated:
-``python -m kvconnect.observability.metrics.boards``."""
+``python -m scripts.dashboards``."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.boards.panels import Board, Panel, PanelRow, Query
-from kvconnect.observability.metrics.boards.promql import most, now, quantile, rate, series, share
+from scripts.dashboards.panels import Board, Panel, PanelRow, Query
+from scripts.dashboards.promql import most, now, quantile, rate, series, share
 
 _TYPES = 'transfer_type!~"SEND|RECV"'
 _AVAILABLE = series("tier_available")

@@ -7,8 +7,8 @@ Prometheus (https://github.com/prometheus/client_python/issues/1177).
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.boards import helps
 from kvconnect.observability.metrics.catalog import CATALOG
+from scripts.dashboards import helps
 
 PREFIXES = {"vLLM": "vllm:", "SGLang": "sglang:|sglang_"}
 """Prefixes of an engine's metric names, as a regular expression."""

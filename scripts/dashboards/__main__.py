@@ -1,12 +1,12 @@
-"""``python -m kvconnect.observability.metrics.boards`` writes the dashboards' JSON."""
+"""``python -m scripts.dashboards`` writes the dashboards' JSON."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from kvconnect.observability.metrics import dashboards
-from kvconnect.observability.metrics.boards import disaggregation, overview, router, tiers
-from kvconnect.observability.metrics.boards.grafana import to_json
+from scripts.dashboards import disaggregation, overview, router, tiers
+from scripts.dashboards.grafana import to_json
 
 BOARDS = (overview.BOARD, disaggregation.BOARD, tiers.BOARD, router.BOARD)
 

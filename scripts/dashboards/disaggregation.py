@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.boards.panels import Board, Panel, PanelRow, Query
-from kvconnect.observability.metrics.boards.promql import (
+from scripts.dashboards.panels import Board, Panel, PanelRow, Query
+from scripts.dashboards.promql import (
     during,
     most,
     now,

@@ -14,9 +14,9 @@ from grafana_foundation_sdk.builders import prometheus as prometheus_builders
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 
-from kvconnect.observability.metrics.boards import helps
-from kvconnect.observability.metrics.boards.panels import Board, Panel
-from kvconnect.observability.metrics.boards.promql import ENGINE, PREFIXES
+from scripts.dashboards import helps
+from scripts.dashboards.panels import Board, Panel
+from scripts.dashboards.promql import ENGINE, PREFIXES
 
 Builder = Any  # the SDK has no base class that panels, or variables, share
 

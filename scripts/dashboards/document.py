@@ -1,6 +1,6 @@
 """The documentation of the metrics, from the catalogue.
 
-``python -m kvconnect.observability.metrics.document > docs/metrics.md`` writes it.
+``python -m scripts.dashboards.document > docs/metrics.md`` writes it.
 """
 
 from __future__ import annotations

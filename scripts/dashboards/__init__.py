@@ -1,6 +1,6 @@
 """Generates the Grafana dashboards from the catalogues of metrics.
 
-``python -m kvconnect.observability.metrics.boards`` writes ``../dashboards/*.json``; it needs
+``python -m scripts.dashboards`` writes ``kvconnect/observability/metrics/dashboards``; it needs
 ``grafana-foundation-sdk``, which is one of the developer tools. One file per board says what is on
 it, ``promql`` has the expressions, and ``grafana`` turns a board into Grafana's JSON.
 """
