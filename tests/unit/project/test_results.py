@@ -47,7 +47,7 @@ def test_a_result_names_the_commit_that_it_measured(
 # How old they are ---------------------------------------------------------------------------------
 
 WITHOUT_COMMIT = {
-    "balance", "chaos", "copy_cpu", "copy_model", "disk_paths", "handoff", "hostile", "hybrids",
+    "balance", "chaos", "copy_cpu", "disk_paths", "handoff", "hostile", "hybrids",
     "metrics", "models", "mooncake_storage", "offload_engine", "overhead", "plan", "router",
     "scheduler_ops", "serve", "sglang_handoff", "sharing", "soak", "store", "tiers",
     "tiers_default", "transport",
