@@ -1,4 +1,4 @@
-"""Ways to move pages between workers: ``tcp`` and ``nixl`` between processes, ``inproc`` in one."""
+"""Ways to move pages between workers of different processes: ``tcp`` and ``nixl``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,4 @@ def make_transport(name: str, security: Security, options: ConnectionOptions) ->
         from kvconnect.transport.nixl import NixlTransport
 
         return NixlTransport(security, options)
-    if name == "inproc":
-        from kvconnect.transport.inproc import InprocTransport
-
-        return InprocTransport()
-    raise ConfigError("transport", name, "use tcp, nixl or inproc")
+    raise ConfigError("transport", name, "use tcp or nixl")

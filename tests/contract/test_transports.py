@@ -9,6 +9,7 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.testing import transport as checks
+from kvconnect.testing.inproc import InprocTransport
 from kvconnect.testing.transport import check_transport
 from kvconnect.transport import ConnectionOptions, Security, Transport, make_transport, page_io
 from kvconnect.transport.base import (
@@ -22,14 +23,13 @@ from kvconnect.transport.base import (
     PeerId,
     PeerMessage,
 )
-from kvconnect.transport.inproc import InprocTransport
 from tests.links import make_certificates
 
 Order = PeerMessage | IncomingPages | OutgoingPages | Disconnect
 
 
 def test_inproc() -> None:
-    check_transport(lambda: make_transport("inproc", Security(), ConnectionOptions()))
+    check_transport(InprocTransport)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_tcp_with_mutual_tls(tmp_path: Path) -> None:
 
 
 def test_an_unknown_transport_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"transport='pigeon'.*use tcp, nixl or inproc"):
+    with pytest.raises(ConfigError, match=r"transport='pigeon'.*use tcp or nixl"):
         make_transport("pigeon", Security(), ConnectionOptions())
 
 

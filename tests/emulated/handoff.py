@@ -45,9 +45,10 @@ from kvconnect.offload.streams import DeviceFence, make_streams
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import GroupHello, Hello
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport import event_queue, inproc
+from kvconnect.testing import inproc
+from kvconnect.testing.inproc import InprocTransport, Network
+from kvconnect.transport import event_queue
 from kvconnect.transport.base import Event, Fence
-from kvconnect.transport.inproc import InprocTransport, Network
 from kvconnect.types import Endpoint, FailureCause, JobId, Rank, Span, TransferId
 from tests.emulated.device import (
     CUDA,

@@ -18,8 +18,8 @@ from kvconnect.protocol import messages
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import Decline, GroupHello, Hello, Reject, Renew
 from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.testing.inproc import InprocTransport
 from kvconnect.transport.base import Disconnect, Event, PeerDown, PeerId, PeerMessage, PeerUp
-from kvconnect.transport.inproc import InprocTransport
 from kvconnect.types import Endpoint, FailureCause, Origin, Rank, TransferId
 
 GROUP = GroupHello(

@@ -17,8 +17,8 @@ from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import Hello
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.stats import OffloadingConnectorStats
+from kvconnect.testing.inproc import InprocTransport
 from kvconnect.transport.base import PeerId
-from kvconnect.transport.inproc import InprocTransport
 from kvconnect.types import Rank
 from tests.unit.engines import vllm_caches
 from tests.unit.engines.vllm_caches import MODELS, Cache, area_of, block_of, full, make, mixed
