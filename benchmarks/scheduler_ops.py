@@ -86,8 +86,8 @@ class Tier:
 
     def __init__(self, policy: PolicyName, slots: int) -> None:
         self.stats = OffloadingConnectorStats()
-        self.index = HostIndex(slots, 1, make_policy(policy, slots))
-        limits = OffloadLimits(workers=1, deadline_s=30.0, held_blocks=slots, pin_share=0.25)
+        self.index = HostIndex(slots, 1, make_policy(policy, slots), 0.25)
+        limits = OffloadLimits(workers=1, deadline_s=30.0, held_blocks=slots)
         self.plan = OffloadPlan(GROUPS, self.index, self.stats, limits)
         self.tiers = TierPlan(
             self.index,

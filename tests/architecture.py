@@ -108,7 +108,7 @@ PURE = (
         "offload/messages.py",
     ),
     *("offload/load_mode.py", "offload/copy_schedule.py"),
-    *("offload/retention.py", "offload/hint_plan.py"),
+    *("offload/retention.py", "offload/hints/"),
     "offload/eviction/",
     *(
         "tiers/messages.py",

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import EvictionPolicy
+from kvconnect.offload.retention import KeepOutcome, KeepTimes, Retention
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Block, FailureCause, Tier
 
@@ -28,11 +29,18 @@ class HostIndex:
 
     Attributes:
         evictions: blocks evicted since the start.
+        policy: picks the blocks to evict.
+        retention: the policy too, from the first :meth:`keep` on. Who keeps no block pays nothing.
     """
 
-    def __init__(self, num_slots: int, num_groups: int, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, num_slots: int, num_groups: int, policy: EvictionPolicy, share: float = 0.0
+    ) -> None:
+        """``share`` of the slots may be pinned, and as many retained."""
         self.slots = Slots(num_slots)
         self.policy = policy
+        self.retention: Retention | None = None
+        self._share = share
         self.evictions = 0
         self._evictions_counted = 0
         self._removed: list[Block] = []
@@ -96,6 +104,14 @@ class HostIndex:
         self._group[slot] = group
         self._pending[group][block_hash] = slot
         return slot
+
+    def keep(self, slot: int, times: KeepTimes, now: float) -> KeepOutcome:
+        """Keep the block of a READY slot: see :meth:`Retention.keep`."""
+        if self.retention is None:
+            slots = len(self.slots)
+            self.retention = Retention(self.policy, slots, self._share, self.hash_of)
+            self.policy = self.retention
+        return self.retention.keep(slot, times, now)
 
     def commit(self, slots: Sequence[int]) -> None:
         """Make pending slots (in prefix order) READY."""
@@ -177,8 +193,10 @@ class HostIndex:
             ready.clear()
 
     def check(self) -> None:
-        """Raise :class:`Misuse` unless slots and blocks match one to one."""
+        """Raise :class:`Misuse` unless slots and blocks match one to one, and kept slots add up."""
         self.slots.check()
+        if self.retention is not None:
+            self.retention.check()
         linked: dict[int, int] = {}
         entries = 0
         for state, maps in ((READY, self._ready), (PENDING, self._pending)):

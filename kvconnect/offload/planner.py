@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvconnect.cache.groups import CacheGroup, keeps_prefix, longest_prefix
 from kvconnect.offload.copy_jobs import CopyJob, CopyJobs, SettledJob
-from kvconnect.offload.hint_plan import HintPlan
+from kvconnect.offload.hints.plan import HintPlan
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.ledger import Owner
 from kvconnect.offload.load_mode import LoadMode
@@ -40,14 +40,12 @@ class OffloadLimits(NamedTuple):
     """Limits of a plan.
 
     ``workers`` must answer each job; a job may take ``deadline_s`` seconds; stores may hold
-    ``held_blocks`` device blocks at once, since more would starve the engine. Hints may pin
-    ``pin_share`` of the host tier.
+    ``held_blocks`` device blocks at once, since more would starve the engine.
     """
 
     workers: int
     deadline_s: float
     held_blocks: int
-    pin_share: float = 0.0
 
 
 class LoadRequest(NamedTuple):
@@ -96,7 +94,7 @@ class OffloadPlan:
         self.index = index
         self.stats = stats
         self.jobs = CopyJobs(index, stats, limits.workers, limits.deadline_s, numbers)
-        self.hints = HintPlan(index, self.groups, stats, limits.pin_share)
+        self.hints = HintPlan(index, self.groups, stats)
         self.load_mode = LoadMode()
         self._held_limit = limits.held_blocks
         self._requests: dict[str, _PlannedRequest] = {}
@@ -224,11 +222,10 @@ class OffloadPlan:
         return instructions
 
     def on_report(self, report: JobReport, now: float) -> SettledJob | None:
-        """Take one worker's answer; return what changed once the last one has answered."""
+        """Take one worker's answer; return what changed once the last one has answered. What it
+        says of stored blocks goes to :attr:`hints` next."""
         settled = self.jobs.on_report(report)
         if settled is None or settled.job.owner is not Owner.LOAD:
-            if settled is not None:
-                self.hints.settled(settled.stored, settled.dropped, now)
             return settled
         job = settled.job
         _count_load(self.stats, job, now, keeps_prefix(self.groups))
@@ -263,7 +260,6 @@ class OffloadPlan:
             Misuse: naming what does not.
         """
         self.index.check()
-        self.hints.check()
         self.jobs.check()
 
     def _reserve(

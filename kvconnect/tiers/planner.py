@@ -120,6 +120,7 @@ class TierPlan:
         self._misses = RecentMisses()
         self._pinned = PinnedSlots(index)
         self.write_backs = WriteBacks(index, limits.slots, limits.reused, stats)
+        self._ended_slots: list[int] = []
 
     @property
     def busy(self) -> bool:
@@ -202,11 +203,17 @@ class TierPlan:
             pairs = zip(job.slots, finished.found, strict=True)
             failed = [slot for slot, tier in pairs if not tier]
             self.write_backs.ended(job.slots, finished.timed_out, failed)
+            self._ended_slots.extend(job.slots)
         elif len(job.slots):
             return self._end_prefetch(job.req_id, finished, now)
         else:
             self._end_lookup(job.req_id, finished, now)
         return None
+
+    def take_ended(self) -> list[int]:
+        """Return the slots of the write-backs that have ended since the last call."""
+        ended, self._ended_slots = self._ended_slots, []
+        return ended
 
     def reset(self) -> None:
         """Note that blocks have other keys from now on: results so far and those of open jobs are

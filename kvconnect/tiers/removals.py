@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvconnect.jobs import WorkerJobs
-from kvconnect.offload.hint_plan import MISSING, RELEASED, STAYED
-from kvconnect.offload.index import HostIndex
+from kvconnect.offload.hints.outcomes import RELEASED, STAYED, HintOutcomes
 from kvconnect.protocol.cache_hints import CacheHint
-from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.messages import NOT_REMOVED, REMOVED, RemovalAnswer, RemoveBlocks
 from kvconnect.tiers.writeback import WriteBacks
-from kvconnect.types import Block
 
 _JOB_BLOCKS = 4096
 _MOST_QUEUED = 1 << 16
@@ -26,14 +23,6 @@ class DroppedBlock(NamedTuple):
 
     key: bytes
     absent: str | None
-
-
-def absent(index: HostIndex, block: Block) -> str | None:
-    """Return the outcome of a block that is about to be dropped if no secondary tier has it. The
-    end of its store counts a block that is being stored."""
-    if index.slot_of(block.group, block.block_hash) is not None:
-        return RELEASED[CacheHint.DROP]
-    return None if index.has(block.group, block.block_hash) else MISSING
 
 
 @dataclass(eq=False)
@@ -54,12 +43,12 @@ class Removals:
     def __init__(
         self,
         write_backs: WriteBacks,
-        stats: OffloadingConnectorStats,
+        outcomes: HintOutcomes,
         workers: int,
         deadline_s: float,
     ) -> None:
         self._write_backs = write_backs
-        self._stats = stats
+        self._outcomes = outcomes
         self._queue: deque[DroppedBlock] = deque()
         self._held: list[DroppedBlock] = []  # being written back
         self._held_at = 0  # write-backs that had ended then
@@ -120,6 +109,6 @@ class Removals:
     def _count(self, blocks: list[DroppedBlock], found: bytes) -> None:
         outcomes = {NOT_REMOVED: STAYED, REMOVED: RELEASED[CacheHint.DROP]}
         pairs = zip(blocks, found, strict=True)
-        counted = Counter(outcomes.get(one, it.absent) for it, one in pairs if it.absent)
-        for outcome, number in counted.items():
-            self._stats.count("cache_hint_blocks", number, label=outcome)
+        self._outcomes.count(
+            Counter(outcomes.get(answer, block.absent) for block, answer in pairs if block.absent)
+        )

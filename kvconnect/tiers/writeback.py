@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvconnect.offload.index import HostIndex
@@ -32,7 +31,6 @@ class WriteBacks:
     ``reused``: write back only blocks that were loaded once.
 
     Attributes:
-        on_ended: is given the slots of each job that has ended.
         running: keys in jobs that have not ended, and in how many.
         ended_jobs: number of jobs that have ended.
     """
@@ -49,7 +47,6 @@ class WriteBacks:
         self._keys: dict[int, bytes] = {}  # of the slots in jobs
         self.running: Counter[bytes] = Counter()
         self.ended_jobs = 0
-        self.on_ended: Callable[[Sequence[int]], None] = lambda _: None
         self._writing = 0  # slots
 
     @property
@@ -77,13 +74,9 @@ class WriteBacks:
         if slot is not None and not self.reused and self._state[slot] == _LACKED:
             self._add(_QueuedBlock(slot, group, block_hash, key))
 
-    def waiting(self, slots: Iterable[int], fresh: Iterable[int]) -> set[int]:
-        """Return those of ``slots`` that are queued. Those of ``fresh`` are stored by now, and
-        :meth:`stored` is called for them next."""
-        fresh = list(fresh)
-        room = 0 if self.reused else self._max_slots - len(self._queue)
-        queued = {slot for slot in slots if self._state[slot] == _QUEUED}
-        return queued.difference(fresh).union(islice(fresh, room))
+    def waiting(self, slots: Iterable[int]) -> set[int]:
+        """Return those of ``slots`` that are queued."""
+        return {slot for slot in slots if self._state[slot] == _QUEUED}
 
     def promoted(self, slots: Iterable[int]) -> None:
         """Note blocks that were prefetched from a secondary tier."""
@@ -123,7 +116,6 @@ class WriteBacks:
             if not self.running[key]:
                 del self.running[key]
         self.ended_jobs += 1
-        self.on_ended(slots)
 
     def timed_out(self, slots: Sequence[int]) -> None:
         """Let other jobs start in place of one that takes too long. Its slots stay pinned."""

@@ -18,7 +18,7 @@ from kvconnect.engines.vllm.tiers import TierScheduler
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.planner import OffloadLimits, OffloadPlan
-from kvconnect.settings import PolicyName, Settings
+from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 
 if TYPE_CHECKING:
@@ -43,19 +43,20 @@ def limits_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Settings
 ) -> OffloadLimits:
     held_blocks = max(1, int(kv_cache_config.num_blocks * _STORE_SHARE))
-    workers, share = vllm_config.parallel_config.world_size, config.pin_share
-    return OffloadLimits(workers, config.deadline_s, held_blocks, share)
+    workers = vllm_config.parallel_config.world_size
+    return OffloadLimits(workers, config.deadline_s, held_blocks)
 
 
 def make_plan(
     groups: Sequence[CacheGroup],
     num_slots: int,
-    policy: PolicyName,
+    config: Settings,
     stats: OffloadingConnectorStats,
     limits: OffloadLimits,
     numbers: Iterator[int],
 ) -> OffloadPlan:
-    index = HostIndex(num_slots, len(groups), make_policy(policy, num_slots))
+    policy = make_policy(config.policy, num_slots)
+    index = HostIndex(num_slots, len(groups), policy, config.pin_share)
     return OffloadPlan(groups, index, stats, limits, numbers)
 
 

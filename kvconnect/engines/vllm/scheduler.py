@@ -35,6 +35,7 @@ from kvconnect.engines.vllm.stats import Gauges, KVConnectStats
 from kvconnect.engines.vllm.tiers import TierScheduler
 from kvconnect.engines.vllm.weights import EngineWeights
 from kvconnect.errors import Incompatible
+from kvconnect.offload.hints.plan import WrittenFirst, no_slots
 from kvconnect.offload.planner import (
     KeptStates,
     LoadRequest,
@@ -150,8 +151,7 @@ class ConnectorScheduler:
     def _make_plan(
         self, num_slots: int, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats
     ) -> OffloadPlan:
-        policy = self._config.policy
-        return make_plan(groups, num_slots, policy, stats, self._limits, self._numbers)
+        return make_plan(groups, num_slots, self._config, stats, self._limits, self._numbers)
 
     def add_request(self, request: Request) -> TransferId | None:
         """Add a new request; return the transfer that other engines may ask for, if any."""
@@ -290,6 +290,7 @@ class ConnectorScheduler:
             self.device.release_stored(settled.released)
             if self.tiers is not None:
                 self.tiers.settled(settled)
+            self.plan.hints.settled(settled.stored, settled.dropped, now, self._written_first)
             self.events.settled(settled.stored, settled.dropped)
         if self.tiers is not None:
             self.tiers.step_ended(reports.timed, now)
@@ -312,6 +313,10 @@ class ConnectorScheduler:
         elif changed:
             self.tiers.name_by(os.urandom(16))
 
+    @property
+    def _written_first(self) -> WrittenFirst:
+        return no_slots if self.tiers is None else self.tiers.written_first
+
     def finish_request(self, request: Request) -> dict[str, Any] | None:
         """End a request; return the ``kv_transfer_params`` of its response. Blocks that are being
         stored or handed off stay held until that ends."""
@@ -324,7 +329,7 @@ class ConnectorScheduler:
             self.device.rest()
         removing, not_loaded = self.tiers.finish(request, hashes) if self.tiers else (False, None)
         ticket = self.handoff.finish(request, now) if asked else None
-        hints = self.plan.hints.finish(request.request_id, now, removing)
+        hints = self.plan.hints.finish(request.request_id, now, removing, self._written_first)
         if self.observer is not None:
             self.observer.request_finished(request.request_id)
         receipt = self.receipts.finish(request.request_id, not_loaded)

@@ -36,7 +36,7 @@ from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
 from kvconnect.tiers.messages import RemovalAnswer, TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers.pages import pages_per_block
-from kvconnect.tiers.removals import DroppedBlock, Removals, absent
+from kvconnect.tiers.removals import DroppedBlock, Removals
 from kvconnect.types import Block, Tier
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ class TierScheduler:
         self._offers = Offers(host.index, peers is not None and peers.listen != "off")
         self.plan = TierPlan(host.index, groups, host.stats, limits, self._choose, self._fetched)
         write_backs = self.plan.write_backs
-        self._removals = Removals(write_backs, host.stats, workers, config.deadline_s)
-        if self._writes:
-            host.hints.written_first = self._written_first
-            write_backs.on_ended = host.hints.written
+        self._removals = Removals(write_backs, host.hints.outcomes, workers, config.deadline_s)
 
     def ask(
         self,
@@ -173,8 +170,8 @@ class TierScheduler:
         self._offers.name(wanted.page_keys(blocks))
         self._offers.drop(set(keys.values()))
         if self._writes:
-            index = self._host.index
-            self._removals.add(DroppedBlock(key, absent(index, it)) for it, key in keys.items())
+            absent = self._host.hints.absent
+            self._removals.add(DroppedBlock(key, absent(block)) for block, key in keys.items())
         return self._writes
 
     def time_step(self, output: SchedulerOutput, now: float) -> int:
@@ -212,8 +209,9 @@ class TierScheduler:
                 self._removals.on_answer(answer)
             elif (came := self.plan.on_answer(answer, now)) is not None:
                 promoted.append(came)
+        self._host.hints.written(self.plan.take_ended())
         for came in promoted:
-            self._host.hints.settled(came.blocks, came.lost, now)
+            self._host.hints.settled(came.blocks, came.lost, now, self.written_first)
             self._offers.promoted(came)
         return promoted
 
@@ -229,6 +227,10 @@ class TierScheduler:
         """Name blocks by ``weights`` from now on, so that engines with the same find them."""
         self._names.reset(weights)
 
+    def written_first(self, slots: Collection[int]) -> Collection[int]:
+        """Return which slots of blocks to demote are to be written to a secondary tier first."""
+        return self.plan.write_backs.waiting(slots)
+
     @property
     def busy(self) -> bool:
         """Whether work is planned or an answer is awaited: the engine must keep stepping."""
@@ -237,11 +239,6 @@ class TierScheduler:
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
         """Yield gauges as (name, value, label)."""
         return self.plan.gauges(self._removals.jobs)
-
-    def _written_first(self, blocks: Mapping[Block, int]) -> Collection[int]:
-        """Return the slots of blocks to demote that are to be written to a secondary tier first."""
-        fresh = (slot for block, slot in blocks.items() if block in self._keys)
-        return self.plan.write_backs.waiting(blocks.values(), fresh)
 
     def _choose(self, offer: LookupResult) -> PrefetchDecision:
         """Decide how many of the found blocks to prefetch rather than compute."""

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from enum import Enum
 
 from kvconnect.observability.metrics.model import Alias, EntryPart, Family, Label, Metric
-from kvconnect.offload.hint_plan import CACHE_HINT_OUTCOMES, KEPT
+from kvconnect.offload.hints.outcomes import CACHE_HINT_OUTCOMES
+from kvconnect.offload.hints.plan import KEPT
 from kvconnect.offload.index import QUARANTINED
 from kvconnect.offload.ledger import Owner
 from kvconnect.protocol.cache_hints import CacheHint, IgnoredHint

@@ -33,8 +33,8 @@ HINTS = st.dictionaries(NAMES, st.integers(-1, 10) | st.booleans() | JSON)
 
 
 def plan_of_few_blocks() -> OffloadPlan:
-    index = HostIndex(SLOTS, 1, make_policy("lru", SLOTS))
-    limits = OffloadLimits(1, 10.0, SLOTS, pin_share=0.5)
+    index = HostIndex(SLOTS, 1, make_policy("lru", SLOTS), 0.5)
+    limits = OffloadLimits(1, 10.0, SLOTS)
     return OffloadPlan((CacheGroup(TOKENS),), index, OffloadingConnectorStats(), limits)
 
 

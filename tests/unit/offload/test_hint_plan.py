@@ -8,7 +8,7 @@ import pytest
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.offload.eviction import make_policy
-from kvconnect.offload.hint_plan import HintPlan
+from kvconnect.offload.hints.plan import HintPlan
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.retention import Retention
 from kvconnect.protocol.cache_hints import HintsRead, read_hints
@@ -23,9 +23,9 @@ class Bench:
     """A host tier with hints; blocks have 4 tokens."""
 
     def __init__(self, policy: Any = "lru", share: float = 0.5) -> None:
-        self.index = HostIndex(SLOTS, 1, make_policy(policy, SLOTS))
+        self.index = HostIndex(SLOTS, 1, make_policy(policy, SLOTS), share)
         self.stats = OffloadingConnectorStats()
-        self.hints = HintPlan(self.index, (CacheGroup(TOKENS),), self.stats, share)
+        self.hints = HintPlan(self.index, (CacheGroup(TOKENS),), self.stats)
 
     def add(self, options: Any, name: str = "r", now: float = 0.0, tenant: bytes = b"t") -> None:
         self.hints.add(name, read_hints(options), tenant, [PROMPT], 4 * TOKENS + 1, now)
@@ -46,7 +46,6 @@ class Bench:
         for number in range(2 * SLOTS):
             self.store([f"other{number}".encode()])
         self.index.check()
-        self.hints.check()
         return {block for block in PROMPT if self.index.slot_of(0, block) is not None}
 
     def outcomes(self) -> dict[str, float]:
@@ -175,7 +174,6 @@ def test_a_pin_is_not_in_the_way_of_quarantine_and_reset() -> None:
     bench.hints.reset()
     assert bench.index.slots.used == bench.gauge("pin") == 0
     bench.index.check()
-    bench.hints.check()
     assert bench.press() == set()
 
 
@@ -241,7 +239,6 @@ def test_whatever_a_request_says_its_blocks_are_stored(options: Any, kept: int) 
     assert bench.hints.finish("r", 0.0) == ({"pinned": 4} if kept else None)
     assert bench.gauge("pin") == kept
     bench.index.check()
-    bench.hints.check()
     assert len(bench.press()) == kept
     bench.hints.expire(86_400.0)
     assert not (bench.gauge("pin") or bench.hints._prompts or bench.hints._waiting)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import CONDEMNED, FREE, PENDING, READY, HostIndex
+from kvconnect.offload.retention import KeepOutcome, KeepTimes
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Block, FailureCause
 
@@ -296,5 +297,22 @@ def test_check_sees_damage(damage: Callable[[HostIndex], None]) -> None:
     index.pin(put(index, C))
     index.check()
     damage(index)
+    with pytest.raises(Misuse):
+        index.check()
+
+
+def test_a_policy_is_asked_alone_until_a_block_is_kept() -> None:
+    policy = make_policy("lru", 4)
+    index = HostIndex(4, 1, policy, 0.5)
+    slot = index.reserve(0, b"a")
+    assert slot is not None
+    index.commit([slot])
+    assert index.policy is policy and index.retention is None
+    assert index.keep(slot, KeepTimes(b"t", 9.0, 0.0), 0.0) is KeepOutcome.PINNED
+    assert index.policy is index.retention is not None
+    assert index.policy.evict(index.slots.pins) is None
+    index.check()
+    # Control: the check sees kept slots that do not add up.
+    index.retention.kept.limit = 0
     with pytest.raises(Misuse):
         index.check()

@@ -125,9 +125,9 @@ class Engine(RuleBasedStateMachine):
     )
     def start(self, layout: str, policy: Any, slots: int, workers: int, held: int) -> None:
         self.groups = LAYOUTS[layout]
-        index = self.index_class(slots, len(self.groups), make_policy(policy, slots))
+        index = self.index_class(slots, len(self.groups), make_policy(policy, slots), 0.5)
         stats = OffloadingConnectorStats()
-        limits = OffloadLimits(workers, DEADLINE_S, held, pin_share=0.5)
+        limits = OffloadLimits(workers, DEADLINE_S, held)
         self.plan = self.plan_class(self.groups, index, stats, limits)
         self.plan.jobs = self.book_class(index, stats, workers, DEADLINE_S)
         self.now = 0.0
@@ -406,6 +406,8 @@ class Engine(RuleBasedStateMachine):
         job, reports = self.open[report.job]
         reports.append(report)
         settled = self.plan.on_report(report, self.now)
+        if settled is not None:
+            self.plan.hints.settled(settled.stored, settled.dropped, self.now)
         assert (settled is not None) == (len(reports) == len(self.workers))
         if settled is None:
             return

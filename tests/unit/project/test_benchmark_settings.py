@@ -19,9 +19,9 @@ CHOSEN = "chosen"
 HELPERS = {"prefill_config", "decode_config"}
 """Of tests, which have settings of their own."""
 ELSEWHERE = {
+    ("copy_model.py", "wait_s"),
     ("plan.py", "deadline_s"),
     ("scheduler_ops.py", "deadline_s"),
-    ("scheduler_ops.py", "pin_share"),
     ("scheduler_ops.py", "wait_s"),
     ("sharing.py", "listen"),
     ("transport.py", "connections"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key
 from kvconnect.offload.eviction import make_policy
-from kvconnect.offload.hint_plan import HintPlan
+from kvconnect.offload.hints.plan import HintPlan, WrittenFirst, no_slots
 from kvconnect.offload.index import HostIndex
 from kvconnect.protocol.cache_hints import read_hints
 from kvconnect.stats import OffloadingConnectorStats
@@ -27,7 +27,7 @@ from kvconnect.tiers.messages import (
     TierAnswer,
     WriteBackBlocks,
 )
-from kvconnect.tiers.removals import DroppedBlock, Removals, absent
+from kvconnect.tiers.removals import DroppedBlock, Removals
 from kvconnect.types import Block
 
 TOKENS = 4
@@ -49,22 +49,17 @@ class Bench:
     def __init__(self, workers: int = 1, share: int = 4, reused: bool = False) -> None:
         self.groups = (CacheGroup(TOKENS),)
         self.workers = workers
-        self.index = HostIndex(SLOTS, 1, make_policy("lru", SLOTS))
+        self.index = HostIndex(SLOTS, 1, make_policy("lru", SLOTS), 0.5)
         self.stats = OffloadingConnectorStats()
-        self.hints = HintPlan(self.index, self.groups, self.stats, 0.5)
+        self.hints = HintPlan(self.index, self.groups, self.stats)
         limits = TierLimits(workers, DEADLINE_S, 5.0, share, reused)
         choose = lambda offer: PrefetchDecision(len(offer.tiers))  # noqa: E731
         rest = (self.stats, limits, choose, lambda *_: None)
         self.plan = TierPlan(self.index, self.groups, *rest)
-        self.removals = Removals(self.plan.write_backs, self.stats, workers, DEADLINE_S)
-        self.hints.written_first = self.written_first
-        self.plan.write_backs.on_ended = self.hints.written
-        self.fresh: list[int] = []
+        self.removals = Removals(self.plan.write_backs, self.hints.outcomes, workers, DEADLINE_S)
+        self.written_first: WrittenFirst = self.plan.write_backs.waiting
         self.disk: set[bytes] = set()
         self.numbers = count()
-
-    def written_first(self, blocks: Mapping[Block, int]) -> set[int]:
-        return self.plan.write_backs.waiting(blocks.values(), self.fresh)
 
     def store(self, hashes: Sequence[bytes]) -> None:
         for block_hash in hashes:
@@ -75,10 +70,8 @@ class Bench:
     def settle(self, block_hash: bytes, slot: int, now: float = 0.0) -> None:
         """The store of a block ends."""
         self.index.commit([slot])
-        self.fresh = [slot]
-        self.hints.settled([Block(0, block_hash)], [], now)
-        self.fresh = []
         self.plan.write_backs.stored(0, block_hash, key(block_hash))
+        self.hints.settled([Block(0, block_hash)], [], now, self.written_first)
 
     def hint(self, name: str, hashes: Sequence[bytes] = PROMPT) -> dict[str, int] | None:
         """A request with a hint comes and ends."""
@@ -86,12 +79,12 @@ class Bench:
         self.hints.add("r", read_hints({name: True}), b"t", [hashes], tokens, 0.0)
         _, blocks = self.hints.released("r")
         if name == "drop":
-            dropped = [DroppedBlock(key(it[1]), absent(self.index, it)) for it in blocks]
+            dropped = [DroppedBlock(key(it[1]), self.hints.absent(it)) for it in blocks]
             self.removals.add(dropped)
         else:
             for block in blocks:
                 self.plan.write_backs.demoted(*block, key(block[1]))
-        return self.hints.finish("r", 0.0, removing=name == "drop")
+        return self.hints.finish("r", 0.0, name == "drop", self.written_first)
 
     def take(self, now: float = 0.0) -> list[Task]:
         """Return the work of a step."""
@@ -104,6 +97,7 @@ class Bench:
             if isinstance(task, WriteBackBlocks):
                 self.disk.update(task.keys)
                 self.plan.on_answer(TierAnswer(task.job, b"\1" * len(task.keys)), now)
+                self.hints.written(self.plan.take_ended())
             else:
                 found = bytes(REMOVED if it in self.disk else ABSENT for it in task.keys)
                 self.removals.on_answer(RemovalAnswer(task.job, found))
@@ -317,7 +311,7 @@ def test_a_demotion_waits_for_its_own_write_back_only() -> None:
 def test_without_anything_to_write_a_demotion_is_immediate(why: str) -> None:
     bench = Bench(share=8, reused=why == "reused")
     if why == "no_tier":
-        bench.hints.written_first = lambda _: ()
+        bench.written_first = no_slots
     bench.store(OTHERS[:4])
     bench.store(PROMPT)
     if why == "written":
@@ -337,7 +331,7 @@ def test_a_newer_hint_ends_a_demotion_that_waits() -> None:
     bench.run()
     bench.press(8)
     assert bench.ready() == 4
-    bench.hints.check()
+    bench.index.check()
 
 
 def test_a_slot_that_has_another_block_by_now_is_not_demoted() -> None:
@@ -421,7 +415,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def slots_add_up(self) -> None:
         self.bench.index.check()
-        self.bench.hints.check()
+        self.bench.index.check()
 
     @invariant()
     def nothing_comes_back(self) -> None:

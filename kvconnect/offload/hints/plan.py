@@ -9,20 +9,26 @@ blocks. A block whose store is in flight then follows when the store ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvconnect.cache.groups import CacheGroup
+from kvconnect.offload.hints.outcomes import MISSING, PENDING, RELEASED, HintOutcomes
 from kvconnect.offload.index import HostIndex
-from kvconnect.offload.retention import KeepOutcome, KeepTimes, Retention
+from kvconnect.offload.retention import KeepOutcome, KeepTimes
 from kvconnect.protocol.cache_hints import CacheHint, HintsRead, PromptHints
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Block
 
-RELEASED = {CacheHint.DEMOTE: "demoted", CacheHint.DROP: "dropped"}
-MISSING, PENDING = "missing", "pending"
-STAYED = "stayed"
 KEPT = (CacheHint.PIN, CacheHint.RETAIN)
+
+WrittenFirst = Callable[[Collection[int]], Collection[int]]
+"""Returns which of the slots to demote are to be written to a secondary tier first."""
+
+
+def no_slots(_slots: Collection[int]) -> Collection[int]:
+    """Return none: there is no secondary tier to write to."""
+    return ()
 
 
 @dataclass(eq=False)
@@ -44,32 +50,25 @@ class _HintedPrompt:
 
 
 class HintPlan:
-    """Hints of one engine. Without hints, the index keeps its eviction policy as it is.
+    """Hints of one engine.
 
-    ``share`` of the slots may be pinned, and as many retained.
+    Blocks to demote that are written to a secondary tier first are demoted in :meth:`written`.
 
     Attributes:
-        written_first: returns which slots of blocks to demote are to be written to a secondary tier
-            first. They are demoted in :meth:`written`.
+        outcomes: counts what became of blocks, also of those that secondary tiers remove.
     """
 
     def __init__(
-        self,
-        index: HostIndex,
-        groups: Sequence[CacheGroup],
-        stats: OffloadingConnectorStats,
-        share: float,
+        self, index: HostIndex, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats
     ) -> None:
+        self.outcomes = HintOutcomes(stats)
         self._index = index
         self._groups = groups
         self._stats = stats
-        self._share = share
-        self._retention: Retention | None = None
         self._prompts: dict[str, _HintedPrompt] = {}
         self._prefetches: dict[str, int] = {}  # tokens to prefetch, by request
         self._waiting: dict[Block, _HintedPrompt] = {}  # blocks that are not readable yet
         self._demoting: dict[int, Block] = {}  # blocks to demote, by slot
-        self.written_first: Callable[[Mapping[Block, int]], Collection[int]] = lambda _: ()
 
     def add(
         self,
@@ -109,7 +108,20 @@ class HintPlan:
         prompt = self._prompts.get(req_id)
         return (None, ()) if prompt is None else (prompt.hints.release, prompt.blocks)
 
-    def finish(self, req_id: str, now: float, removing: bool = False) -> dict[str, int] | None:
+    def absent(self, block: Block) -> str | None:
+        """Return the outcome of a block that is about to be dropped if no secondary tier has it;
+        None for a block that is being stored: the end of its store counts it."""
+        if self._slot_of(block) is not None:
+            return RELEASED[CacheHint.DROP]
+        return None if self._index.has(block.group, block.block_hash) else MISSING
+
+    def finish(
+        self,
+        req_id: str,
+        now: float,
+        removing: bool = False,
+        written_first: WrittenFirst = no_slots,
+    ) -> dict[str, int] | None:
         """End a request. Return how many blocks had which outcome; None if it had no hints but
         ``prefetch``.
 
@@ -123,7 +135,7 @@ class HintPlan:
             return None
         prompt.ended = now
         self.expire(now)
-        found = self._apply(prompt, prompt.blocks, now)
+        found = self._apply(prompt, prompt.blocks, now, written_first)
         outcomes = Counter(found.values())
         for block in prompt.blocks:
             if block in found:
@@ -137,22 +149,25 @@ class HintPlan:
         if removing:
             outcomes[PENDING] += outcomes.pop(MISSING, 0)
         else:
-            self._count({name: blocks for name, blocks in outcomes.items() if name != PENDING})
+            self.outcomes.count(outcomes)
         return dict(+outcomes)
 
     def written(self, slots: Iterable[int]) -> None:
         """Demote the blocks that were to be written to a secondary tier first: that has ended."""
         found = ((slot, self._demoting.pop(slot, None)) for slot in slots)
         self._index.policy.demote(
-            [
-                slot
-                for slot, block in found
-                if block and self._index.slot_of(block.group, block.block_hash) == slot
-            ]
+            [slot for slot, block in found if block and self._slot_of(block) == slot]
         )
 
-    def settled(self, stored: Iterable[Block], dropped: Iterable[Block], now: float) -> None:
-        """Take the blocks that a finished store made readable, or did not."""
+    def settled(
+        self,
+        stored: Iterable[Block],
+        dropped: Iterable[Block],
+        now: float,
+        written_first: WrittenFirst = no_slots,
+    ) -> None:
+        """Take the blocks that a finished store made readable, or did not. Secondary tiers have
+        been told of them before."""
         if not self._waiting:
             return
         by_prompt: dict[_HintedPrompt, list[Block]] = {}
@@ -161,18 +176,18 @@ class HintPlan:
             if prompt is not None:
                 by_prompt.setdefault(prompt, []).append(block)
         for prompt, blocks in by_prompt.items():
-            outcomes = self._apply(prompt, blocks, now)
+            outcomes = self._apply(prompt, blocks, now, written_first)
             if prompt.ended is not None:
-                self._count(Counter(outcomes.values()))
+                self.outcomes.count(Counter(outcomes.values()))
         lost = [self._waiting.pop(block, None) for block in dropped]
-        self._count(
+        self.outcomes.count(
             {MISSING: sum(prompt is not None and prompt.ended is not None for prompt in lost)}
         )
 
     def expire(self, now: float) -> None:
         """End the pins and retentions whose time is over."""
-        if self._retention is not None:
-            self._count({KeepOutcome.EXPIRED.value: self._retention.expire(now)})
+        if (retention := self._index.retention) is not None:
+            self.outcomes.count({KeepOutcome.EXPIRED.value: retention.expire(now)})
 
     def reset(self) -> None:
         """Note that all blocks are forgotten. Live requests' hints have nothing to apply to."""
@@ -183,36 +198,30 @@ class HintPlan:
 
     def gauges(self) -> Iterator[tuple[str, float, str | None]]:
         """Yield (name, value, label) of each gauge."""
+        retention = self._index.retention
         for kind in KEPT:
-            kept = self._retention.kept.used(kind) if self._retention is not None else 0
+            kept = 0 if retention is None else retention.kept.used(kind)
             yield "host_blocks_kept", kept, kind.value
 
-    def check(self) -> None:
-        """Raise :class:`Misuse` unless the kept slots add up."""
-        if self._retention is not None:
-            self._retention.check()
-
     def _apply(
-        self, prompt: _HintedPrompt, blocks: Sequence[Block], now: float
+        self,
+        prompt: _HintedPrompt,
+        blocks: Sequence[Block],
+        now: float,
+        written_first: WrittenFirst = no_slots,
     ) -> dict[Block, str]:
         """Apply a prompt's hints to those blocks that are readable; return the outcomes."""
-        slots = {
-            block: slot
-            for block in blocks
-            if (slot := self._index.slot_of(block.group, block.block_hash)) is not None
-        }
+        slots = {block: slot for block in blocks if (slot := self._slot_of(block)) is not None}
         for slot in slots.values():
             self._demoting.pop(slot, None)
         release = prompt.hints.release
         if release is None:
             keep = prompt.keep(now)
-            return {
-                block: self._keeping().keep(slot, keep, now).value for block, slot in slots.items()
-            }
+            return {block: self._index.keep(slot, keep, now).value for block, slot in slots.items()}
         if release is CacheHint.DROP:
             self._index.remove(slots.values())
         else:
-            later = self.written_first(slots)
+            later = written_first(slots.values())
             self._demoting.update((slot, block) for block, slot in slots.items() if slot in later)
             self._index.policy.demote([slot for slot in slots.values() if slot not in later])
         return dict.fromkeys(slots, RELEASED[release])
@@ -225,19 +234,6 @@ class HintPlan:
         if self._waiting.get(block) is prompt:
             del self._waiting[block]
 
-    def _count(self, outcomes: Mapping[str, int]) -> None:
-        for outcome, blocks in outcomes.items():
-            self._stats.count("cache_hint_blocks", blocks, label=outcome)
-
-    def _keeping(self) -> Retention:
-        """Return the policy that keeps blocks, which takes the place of the index's own one."""
-        if self._retention is None:
-            index = self._index
-            slots = len(index.slots)
-            self._retention = Retention(index.policy, slots, self._share, index.hash_of)
-            index.policy = self._retention
-        return self._retention
-
 
 def _blocks_within(
     groups: Sequence[CacheGroup], hashes: Sequence[Sequence[bytes]], tokens: int
@@ -249,12 +245,3 @@ def _blocks_within(
         for end in range(1, min(tokens // group.block_tokens, len(row)) + 1)
     ]
     return tuple(Block(number, block_hash) for _, number, block_hash in sorted(ends))
-
-
-CACHE_HINT_OUTCOMES = (
-    *(outcome.value for outcome in KeepOutcome),
-    *RELEASED.values(),
-    MISSING,
-    STAYED,
-)
-"""Values of the label ``outcome`` of ``cache_hint_blocks``."""
