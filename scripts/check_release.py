@@ -21,6 +21,8 @@ WHEEL_HAS = (
     r"kvconnect/py\.typed",
     r"kvconnect/_native\..*\.so",
     r"kvconnect/kernels/pages\.cu",
+    r"kvconnect/cache/architectures\.json",
+    r"kvconnect/settings/schema\.json",
     r"kvconnect/observability/metrics/dashboards/alerts\.yaml",
     r"kvconnect-.*/licenses/LICENSE",
 )

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 Engine = Literal["vllm", "sglang"]
 
@@ -109,69 +112,15 @@ KINDS: Mapping[str, CacheKind] = {
 IDLE = frozenset({"none"})
 """Kinds with which an engine starts although nothing works: its connector is idle."""
 
-_STATES = """BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM
-    BailingMoeV3VLForConditionalGeneration
-    BambaForCausalLM FalconH1ForCausalLM GraniteMoeHybridForCausalLM JambaForCausalLM
-    Lfm2ForCausalLM Lfm2MoeForCausalLM
-    Lfm2VlForConditionalGeneration MiniCPMV4_6ForConditionalGeneration MiniMaxM1ForCausalLM
-    MiniMaxText01ForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM NemotronH_Nano_VL_V2
-    OlmoHybridForCausalLM Plamo2ForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
-    Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration
-    Zamba2ForCausalLM"""
-_ENCODERS = """BertModel BertForMaskedLM BertForSequenceClassification BertForTokenClassification
-    BertSpladeSparseEmbeddingModel BgeM3EmbeddingModel GteModel GteNewModel
-    GteNewForSequenceClassification ModernBertModel ModernBertForSequenceClassification
-    ModernBertForTokenClassification NomicBertModel RobertaModel RobertaForMaskedLM
-    RobertaForSequenceClassification RobertaForTokenClassification XLMRobertaModel
-    XLMRobertaForSequenceClassification XLMRobertaForTokenClassification CLIPModel SiglipModel
-    LlamaBidirectionalModel LlamaBidirectionalForSequenceClassification Terratorch"""
-_LISTED: Mapping[tuple[str, ...], str] = {
-    ("full",): """ApertusForCausalLM BaichuanForCausalLM CohereForCausalLM DbrxForCausalLM
-        DeciLMForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM Exaone4ForCausalLM
-        ExaoneForCausalLM FalconForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
-        GlmForCausalLM GPT2LMHeadModel GraniteForCausalLM GraniteMoeForCausalLM InternLM2ForCausalLM
-        InternLM3ForCausalLM InternVLChatModel LlamaForCausalLM LlavaForConditionalGeneration
-        LlavaNextForConditionalGeneration MiniCPMForCausalLM MiniMaxM2ForCausalLM
-        Mistral3ForConditionalGeneration MixtralForCausalLM NemotronForCausalLM OlmoForCausalLM
-        Olmo2ForCausalLM OlmoeForCausalLM OPTForCausalLM Phi3ForCausalLM PhiForCausalLM
-        PhiMoEForCausalLM PixtralForConditionalGeneration Qwen2ForCausalLM Qwen2MoeForCausalLM
-        Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3ForCausalLM
-        Qwen3MoeForCausalLM Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
-        SeedOssForCausalLM SmolLM3ForCausalLM SolarForCausalLM StableLmForCausalLM
-        Starcoder2ForCausalLM""",
-    ("full", "window"): """Cohere2ForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
-        Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration
-        Gemma4ForCausalLM Gemma4ForConditionalGeneration GptOssForCausalLM MiMoV2FlashForCausalLM
-        Ministral3ForCausalLM Olmo3ForCausalLM Step3p5ForCausalLM""",
-    ("window",): "MistralForCausalLM",
-    ("full", "chunk"): "Llama4ForCausalLM Llama4ForConditionalGeneration",
-    ("latent",): """DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekVLV2ForCausalLM
-        Glm4MoeLiteForCausalLM KimiVLForConditionalGeneration KimiK25ForConditionalGeneration
-        LongcatFlashForCausalLM MiniCPM3ForCausalLM MistralLarge3ForCausalLM
-        PanguUltraMoEForCausalLM""",
-    ("latent", "indexer"): "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM",
-    ("full", "block sparse"): "MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration",
-    ("window", "compressed", "indexer"): """DeepseekV4ForCausalLM
-        DeepseekV4ForConditionalGeneration""",
-    ("window", "compressed", "ring"): "DeepseekV41ForCausalLM",
-    ("latent", "compressed", "ring"): "Glm5NextForCausalLM Glm5NextForConditionalGeneration",
-    ("full", "compressed", "ring"): "Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration",
-    ("full", "state"): _STATES,
-    ("latent", "state"): "KimiLinearForCausalLM KimiK3ForConditionalGeneration",
-    ("state",): "MambaForCausalLM Mamba2ForCausalLM FalconMambaForCausalLM",
-    ("generated window",): "UnlimitedOCRForCausalLM",
-    ("prefix",): "HrmTextForCausalLM",
-    ("diffusion",): "DiffusionGemmaForBlockDiffusion",
-    ("full", "cross"): """WhisperForConditionalGeneration CohereAsrForConditionalGeneration
-        NemotronParseForConditionalGeneration BartForConditionalGeneration
-        Florence2ForConditionalGeneration MBartForConditionalGeneration""",
-    ("none",): _ENCODERS,
-}
+_LISTED = msgspec.json.decode(
+    Path(__file__).with_name("architectures.json").read_bytes(), type=dict[str, list[str]]
+)
 
 ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
-    name: kinds for kinds, names in _LISTED.items() for name in names.split()
+    name: tuple(kinds.split(", ")) for kinds, names in _LISTED.items() for name in names
 }
-"""Kinds of cache by architecture, as ``config.json`` names it."""
+"""Kinds of cache by architecture, as ``config.json`` names it; from ``architectures.json``, which
+lists architectures by their kinds."""
 
 
 def names_of(config: Mapping[str, Any]) -> list[str]:

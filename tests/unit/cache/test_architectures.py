@@ -20,7 +20,7 @@ from kvconnect.cache.architectures import (
 
 
 def test_every_name_is_listed_once_with_kinds_that_exist() -> None:
-    names = Counter(name for names in _LISTED.values() for name in names.split())
+    names = Counter(name for names in _LISTED.values() for name in names)
     assert [name for name, times in names.items() if times > 1] == []
     assert {kind for kinds in ARCHITECTURES.values() for kind in kinds} <= KINDS.keys()
 

@@ -145,6 +145,8 @@ def test_a_release_that_lacks_something_is_found(tmp_path: Path) -> None:
     names = ["kvconnect/__init__.py", "kvconnect/py.typed", "kvconnect/_native.so"]
     names += [
         "kvconnect/kernels/pages.cu",
+        "kvconnect/cache/architectures.json",
+        "kvconnect/settings/schema.json",
         "kvconnect/observability/metrics/dashboards/alerts.yaml",
     ]
     names += ["kvconnect-1.dist-info/licenses/LICENSE"]
