@@ -37,6 +37,7 @@ LIBRARY = "libcuda.so.1"
 _NON_BLOCKING = 1  # the stream and the null stream do not wait for each other
 _BLOCKING_WAIT, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2  # like the CUDA runtime: for every context, at the same address
+_HOST_POINTERS_OF_REGISTERED = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
 class CudaContext:
@@ -53,6 +54,7 @@ class CudaContext:
         check(self.library.cuDeviceGet(ctypes.byref(device), index), "cuDeviceGet")
         status = self.library.cuDevicePrimaryCtxRetain(ctypes.byref(self._handle), device)
         check(status, "cuDevicePrimaryCtxRetain")
+        self._device = device
 
     @property
     def version(self) -> int:
@@ -60,6 +62,17 @@ class CudaContext:
         version = ctypes.c_int(0)
         check(self.library.cuDriverGetVersion(ctypes.byref(version)), "cuDriverGetVersion")
         return version.value
+
+    @property
+    def reaches_host_addresses(self) -> bool:
+        """Whether the device reaches page-locked memory at the host's addresses. Where it does not,
+        a copy to them loses the device."""
+        found = ctypes.c_int(0)
+        status = self.library.cuDeviceGetAttribute(
+            ctypes.byref(found), _HOST_POINTERS_OF_REGISTERED, self._device
+        )
+        check(status, "cuDeviceGetAttribute")
+        return bool(found.value)
 
     def enter(self) -> None:
         """Make this the calling thread's context. A new thread has none."""

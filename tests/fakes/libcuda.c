@@ -29,6 +29,7 @@ enum {
 
 enum { DEVICES = 2, STREAMS = 256, EVENTS = 256, RANGES = 256, DEPTH = 8, NAMES = 64 };
 enum { LEAST = 0, GREATEST = -5 };
+enum { HOST_POINTERS_OF_REGISTERED = 91 }; /* an attribute of a device */
 enum { PER_THREAD = 2, LEGACY = 1 }; /* handles that stand for null streams */
 
 typedef struct {
@@ -67,6 +68,8 @@ static int num_events;
 static Range ranges[RANGES];
 static int num_ranges;
 static size_t lockable = SIZE_MAX; /* bytes that may be page-locked */
+static size_t lockable_range = SIZE_MAX; /* of these, by one call */
+static int other_addresses; /* the device reaches page-locked memory at others than the host */
 static Status sticky;              /* what a lost device answers to everything */
 static const char *refused = "";   /* the call that is refused next */
 static Status refusal;
@@ -167,7 +170,8 @@ void stub_reset(void)
     memset(held_of, 0, sizeof held_of);
     memset(most_copies, 0, sizeof most_copies);
     memset(names, 0, sizeof names);
-    lockable = SIZE_MAX;
+    lockable = lockable_range = SIZE_MAX;
+    other_addresses = 0;
     sticky = SUCCESS;
     refused = "";
     launched = NULL;
@@ -182,6 +186,8 @@ void stub_device_memory(Address start, size_t bytes)
 }
 
 void stub_limit_locked(size_t bytes) { lockable = bytes; }
+void stub_limit_range(size_t bytes) { lockable_range = bytes; }
+void stub_other_addresses(void) { other_addresses = 1; }
 void stub_lose_device(Status status) { sticky = status; }
 void stub_launched(Status (*function)(void *, unsigned, unsigned, void **)) { launched = function; }
 
@@ -239,6 +245,18 @@ Status cuDeviceGet(int *device, int ordinal)
         status = INVALID_DEVICE;
     if (!status)
         *device = ordinal;
+    return leave(status);
+}
+
+Status cuDeviceGetAttribute(int *value, int attribute, int device)
+{
+    Status status = enter("cuDeviceGetAttribute", 0);
+    if (!status && (device < 0 || device >= DEVICES))
+        status = INVALID_DEVICE;
+    if (!status && attribute != HOST_POINTERS_OF_REGISTERED)
+        status = INVALID_VALUE;
+    if (!status)
+        *value = !other_addresses;
     return leave(status);
 }
 
@@ -418,7 +436,8 @@ static Status register_range(Address start, size_t bytes)
         if (start < ranges[i].start + ranges[i].bytes && ranges[i].start < start + bytes)
             return ALREADY_REGISTERED;
     }
-    if (bytes > lockable || locked > lockable - bytes || num_ranges == RANGES)
+    if (bytes > lockable_range || bytes > lockable || locked > lockable - bytes ||
+        num_ranges == RANGES)
         return OUT_OF_MEMORY;
     ranges[num_ranges++] = (Range){start, bytes, 1};
     return SUCCESS;

@@ -71,6 +71,14 @@ class StubDriver:
         """Refuse to page-lock more than so many bytes."""
         self.library.stub_limit_locked(ctypes.c_size_t(nbytes))
 
+    def limit_range(self, nbytes: int) -> None:
+        """Refuse to page-lock more than so many bytes at a time."""
+        self.library.stub_limit_range(ctypes.c_size_t(nbytes))
+
+    def use_other_addresses(self) -> None:
+        """Reach page-locked memory at other addresses than the host does."""
+        self.library.stub_other_addresses()
+
     def lose_device(self, status: int) -> None:
         """Answer every call so from now on; 0: find it again."""
         self.library.stub_lose_device(status)

@@ -320,6 +320,7 @@ def test_a_page_lock_that_is_refused_leaves_nothing_locked_and_no_error_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(host_arena, "_PIN_PIECE_BYTES", 2 * PAGE)
+    monkeypatch.setattr(host_arena, "_LEAST_PIN_BYTES", PAGE)
     stub.limit_locked(5 * PAGE)
     assert not store.pin()
     assert stub.locked == 0
@@ -332,6 +333,38 @@ def test_a_page_lock_that_is_refused_leaves_nothing_locked_and_no_error_behind(
     address, nbytes = ctypes.c_void_p(store.address), ctypes.c_size_t(store.nbytes)
     assert stub.library.cudaHostRegister(address, nbytes, 0) == OUT_OF_MEMORY
     assert stub.library.cudaGetLastError() == OUT_OF_MEMORY
+    store.close()
+
+
+@pytest.mark.parametrize(("longest", "calls"), [(8, 1 + 2), (7, 2 + 4), (3, 3 + 8)])
+def test_a_piece_that_is_too_long_is_tried_again_in_halves(
+    stub: StubDriver, store: HostArena, monkeypatch: pytest.MonkeyPatch, longest: int, calls: int
+) -> None:
+    """Of eight slots of two pages, which begin as one piece."""
+    monkeypatch.setattr(host_arena, "_LEAST_PIN_BYTES", 2 * PAGE)
+    stub.limit_range(longest * PAGE)
+    assert store.pin()
+    assert stub.locked == store.nbytes
+    assert stub.calls("cuMemHostRegister") == calls
+    store.close()
+
+
+def test_pieces_are_not_halved_for_ever(
+    stub: StubDriver, store: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_arena, "_LEAST_PIN_BYTES", 4 * PAGE)
+    stub.limit_range(PAGE)
+    assert not store.pin()
+    assert stub.calls("cuMemHostRegister") == 3  # of 16, 8 and 4 pages
+    store.close()
+
+
+def test_nothing_is_locked_that_the_device_reaches_elsewhere(
+    stub: StubDriver, store: HostArena, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.use_other_addresses()
+    assert not store.pin()
+    assert stub.calls("cuMemHostRegister") == 0 and "WSL2" in caplog.text
     store.close()
 
 

@@ -140,7 +140,7 @@ def test_progress_is_logged(
     HostArena(4, PAGE, "off").close()
     lines = [r.getMessage() for r in caplog.records]
     assert len(lines) == 3  # every second piece, as 4 s are under the interval, and the end
-    assert "ready in 20.0 s" in lines[-1]
+    assert "ready in 24.0 s" in lines[-1]
 
 
 def test_close_frees_once_the_last_view_is_gone() -> None:
