@@ -3,8 +3,8 @@
 ::
 
     client                                   server
-      opening: versions, channel, session,     |
-               number, client nonce ---------> |
+      opening: versions, channel, service,     |
+               session, number, nonce  ---------> |
       | <--------------------- challenge: versions, server nonce
       proof: MAC("client", both messages) ---> |   checks it
       | <--------------------- verdict: MAC("server", both messages)
@@ -34,8 +34,13 @@ SESSION_BYTES = 16
 NONCE_BYTES = 32
 
 Channel = Literal["control", "data"]
+Service = Literal["handoff", "share"]
+"""What a connection is for: hand-offs, or blocks of host memory."""
 
-_CHANNELS: tuple[Channel, ...] = ("control", "data")  # index = number on the wire
+_CHANNELS: tuple[Channel, ...] = ("control", "data")
+_SERVICES: tuple[Service, ...] = ("handoff", "share")
+_KINDS = tuple((channel, service) for service in _SERVICES for channel in _CHANNELS)
+"""Index = number of a channel on the wire."""
 _OPENING_MAGIC, _CHALLENGE_MAGIC, _PROOF_MAGIC, _VERDICT_MAGIC = b"KVCO", b"KVCC", b"KVCP", b"KVCV"
 _OPENING = struct.Struct(f"<4sHHHHH{SESSION_BYTES}s{NONCE_BYTES}s")
 _CHALLENGE = struct.Struct(f"<4sHH{NONCE_BYTES}s")
@@ -51,6 +56,7 @@ class Opening(NamedTuple):
     session: bytes  # SESSION_BYTES, random
     number: int  # index of a data connection; 0 for the control connection
     connections: int  # how many data connections this peer has, at least 1
+    service: Service = "handoff"
 
 
 class _Handshake(ABC):
@@ -128,16 +134,16 @@ class ClientAuth(_Handshake):
 
     def start(self) -> bytes:
         """Return the bytes to send first."""
-        channel, session, number, connections = self._opening
+        opening = self._opening
         first, last = PROTOCOL
         self._said = _OPENING.pack(
             _OPENING_MAGIC,
             first,
             last,
-            _CHANNELS.index(channel),
-            number,
-            connections,
-            session,
+            _KINDS.index((opening.channel, opening.service)),
+            opening.number,
+            opening.connections,
+            opening.session,
             self._nonce,
         )
         return self._said
@@ -198,9 +204,10 @@ class ServerAuth(_Handshake):
         except Refused:
             self.farewell = challenge  # tells the client our versions
             raise
-        if channel >= len(_CHANNELS):
+        if channel >= len(_KINDS):
             raise ProtocolError(f"opening for channel number {channel}")
-        self.opening = Opening(_CHANNELS[channel], session, number, connections)
+        kind, service = _KINDS[channel]
+        self.opening = Opening(kind, session, number, connections, service)
         wrong = _what_is_wrong(self.opening)
         if wrong:
             raise ProtocolError(f"{self.opening}: {wrong}")
@@ -215,8 +222,8 @@ def _proof(key: bytes, side: bytes, said: bytes) -> bytes:
 
 def _what_is_wrong(opening: Opening) -> str:
     """Return why an opening is invalid, "" if it is valid."""
-    if opening.channel not in _CHANNELS or len(opening.session) != SESSION_BYTES:
-        return f"use one of {_CHANNELS} and a session of {SESSION_BYTES} bytes"
+    if (opening.channel, opening.service) not in _KINDS or len(opening.session) != SESSION_BYTES:
+        return f"use one of {_KINDS} and a session of {SESSION_BYTES} bytes"
     if not 1 <= opening.connections <= 0xFFFF:
         return "connections must be 1 to 65535"
     numbers = opening.connections if opening.channel == "data" else 1

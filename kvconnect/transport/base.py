@@ -16,7 +16,12 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol
+
+from kvconnect.protocol.auth import Service
+
+if TYPE_CHECKING:
+    from kvconnect.transport.tcp.shared_port import SharedPort
 
 PeerId = NewType("PeerId", int)
 """Id of one connection to another worker; never reused by a transport."""
@@ -231,6 +236,8 @@ class ConnectionOptions:
     dead_after_s: float = 5.0  # no answer from the other machine, or connecting
     silent_s: float = 20.0  # no message from the other process, which may be busy
     stall_s: float = 30.0  # no progress inside one frame, or end of a cancelled one
+    service: Service = "handoff"  # what peers are connected to and accepted for
+    port: SharedPort | None = None  # where other services of this process listen too
 
 
 class Transport(ABC):

@@ -21,6 +21,7 @@ from kvconnect.transport.security import AccessPolicy, wrap
 from kvconnect.transport.tcp.context import TransportContext
 from kvconnect.transport.tcp.event_loop import READ, WRITE, prepare, read_some, write_some
 from kvconnect.transport.tcp.peer import Peer
+from kvconnect.transport.tcp.shared_port import SharedPort
 
 logger = logging.getLogger(__name__)
 
@@ -54,21 +55,35 @@ class Listener:
         self,
         shared: TransportContext,
         access: AccessPolicy,
+        port: SharedPort,
         on_proven: Callable[[PendingConnection, Opening], None],
     ) -> None:
         self._loop = shared.loop
         self._options = shared.options
         self._events = shared.events
         self._access = access
+        self._port = port
         self._on_proven = on_proven
+        self._closed = False
         self._socket: socket.socket | None = None
         self._pending: dict[PendingConnection, None] = {}  # oldest first
         self._rejections = RejectionLog()
 
     def open(self, listener: socket.socket) -> None:
         """Accept connections from a listening socket; takes ownership of it."""
+        if self._closed:
+            listener.close()
+            return
         self._socket = listener
         self._listen()
+
+    def take(self, pending: PendingConnection, opening: Opening) -> None:
+        """Take over an authenticated connection that another transport of the port accepted."""
+        if self._closed:
+            pending.handshake.sock.close()
+            return
+        with contained(partial(self._fail, pending)):
+            self._on_proven(pending, opening)
 
     def dial(self, peer: Peer, opening: Opening, host: str, port: int) -> None:
         """Start one outbound connection of a peer.
@@ -105,15 +120,16 @@ class Listener:
             self._release(pending)
             pending.handshake.sock.close()
 
-    def close(self) -> None:
-        """Close the listening socket and every pending connection."""
-        if self._socket:
-            self._loop.unwatch(self._socket.fileno())
-            self._socket.close()
-            self._socket = None
+    def close(self) -> socket.socket | None:
+        """Close every pending connection; return the listening socket, which is the caller's."""
+        self._closed = True
+        listener, self._socket = self._socket, None
+        if listener:
+            self._loop.unwatch(listener.fileno())
         for pending in list(self._pending):
             self._release(pending)
             pending.handshake.sock.close()
+        return listener
 
     def _unproven(self) -> list[PendingConnection]:
         return [pending for pending in self._pending if pending.peer is None]
@@ -176,7 +192,12 @@ class Listener:
             if isinstance(handshake.auth, ServerAuth):
                 opening = handshake.auth.opening
             assert opening
-            self._on_proven(pending, opening)
+            if pending.peer or opening.service == self._options.service:
+                self._on_proven(pending, opening)
+            elif (member := self._port.find(opening.service)) is not None:
+                member.take(pending, opening)
+            else:
+                raise Refused("other", f"nothing here serves the service {opening.service!r}")
 
     def _fail(self, pending: PendingConnection, error: Exception) -> None:
         if isinstance(error, Refused):

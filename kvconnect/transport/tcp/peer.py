@@ -81,7 +81,13 @@ class Peer:
         watch = StallWatchdog(options.stall_s, now)
         start_sending = partial(self.call, self._start_sending)
         self.send_queue = SendQueue(
-            number, shared.events, opening.connections, watch, start_sending
+            number,
+            shared.events,
+            opening.connections,
+            watch,
+            start_sending,
+            priority=options.port.priority if options.port else None,
+            first=options.service == "handoff",
         )
         self._connections = opening.connections
         self._shared = shared

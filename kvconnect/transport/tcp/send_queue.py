@@ -25,6 +25,7 @@ from kvconnect.transport.base import (
     Unit,
 )
 from kvconnect.transport.event_queue import EventQueue
+from kvconnect.transport.tcp.frame_priority import FramePriority
 
 MIN_FRAME_BYTES = 4 << 20  # smaller ones cost more in headers and wake-ups than they share out
 MAX_FRAME_BYTES = 128 << 20  # what a cancelled read may keep a connection busy with
@@ -71,6 +72,9 @@ class SendQueue:
     ``on_first`` is called once, on the thread that submits the first pages to send. No event is
     emitted after ``close`` returns. Threads of data connections call ``next_frame`` and what stands
     below it.
+
+    ``priority``: of the frames of this process. ``first``: these count there; others wait for those
+    that count, and are small, so that one that is being sent does not keep the network from them.
     """
 
     def __init__(
@@ -80,6 +84,9 @@ class SendQueue:
         connections: int,
         watch: StallWatchdog,
         on_first: Callable[[], None],
+        priority: FramePriority | None = None,
+        *,
+        first: bool = True,
     ) -> None:
         self.stop = bytearray(1)  # set by ``close``; interrupts frames that are being sent
         self.watch = watch
@@ -93,6 +100,10 @@ class SendQueue:
         self._ended: dict[int, None] = {}  # reads cancelled here, oldest first
         self._busy: Counter[int] = Counter()  # frames under way per read
         self._draining: set[int] = set()
+        self._waits_for = None if first else priority
+        self._counts_in = priority if first else None
+        self._sending = 0  # frames
+        self._counted = 0  # of ``priority``, as of the last change
 
     def submit(self, order: IncomingPages | OutgoingPages) -> None:
         """Queue pages to send, as frames for all connections; or expect the pages of a read."""
@@ -111,6 +122,7 @@ class SendQueue:
                 ids = order.ids[start : start + step]
                 self._queue.append(OutboundFrame(request, order.first + start, ids))
             self._changed.notify(len(starts))
+            self._count()
             on_first, self._on_first = self._on_first, None
         if on_first:
             on_first()
@@ -122,7 +134,8 @@ class SendQueue:
 
     def _frame_blocks(self, order: OutgoingPages) -> int:
         share = len(order.ids) * order.unit.block_bytes // self._connections
-        frame_bytes = min(max(share, MIN_FRAME_BYTES), MAX_FRAME_BYTES)
+        most = MIN_FRAME_BYTES if self._waits_for else MAX_FRAME_BYTES
+        frame_bytes = min(max(share, MIN_FRAME_BYTES), most)
         return max(1, -(-frame_bytes // order.unit.block_bytes))
 
     def cancel(self, read_id: int) -> None:
@@ -131,6 +144,7 @@ class SendQueue:
             if self.stop[0]:
                 return
             self._queue = deque(f for f in self._queue if f.request.order.read_id != read_id)
+            self._count()
             expected = self._expected.pop(read_id, None)
             if expected:
                 expected.stop[0] = 1
@@ -147,21 +161,43 @@ class SendQueue:
                 expected.stop[0] = 1
             self._expected.clear()
             self._queue.clear()
+            self._count()
             self._changed.notify_all()
 
     @contextmanager
     def next_frame(self) -> Iterator[OutboundFrame | None]:
         """Wait for a frame and mark it under way inside the ``with``; None once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self.stop[0])
-            frame = None if self.stop[0] else self._queue.popleft()
-            if frame:
-                self._busy[frame.request.order.read_id] += 1
+        frame = self._take()
         try:
             yield frame
         finally:
             if frame:
+                with self._changed:
+                    self._sending -= 1
+                    self._count()
                 self._release(frame.request.order.read_id)
+
+    def _take(self) -> OutboundFrame | None:
+        waits_for = self._waits_for
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self.stop[0])
+                if self.stop[0]:
+                    return None
+                if waits_for is None:
+                    frame = self._queue.popleft()
+                    self._busy[frame.request.order.read_id] += 1
+                    self._sending += 1
+                    return frame
+            waits_for.wait()
+            waits_for = None
+
+    def _count(self) -> None:
+        """Tell ``priority`` how many frames are queued or being sent."""
+        if self._counts_in is not None:
+            frames = len(self._queue) + self._sending
+            self._counts_in.add(frames - self._counted)
+            self._counted = frames
 
     def sent(self, frame: OutboundFrame) -> None:
         """Record that a frame was sent; emits ``PagesSent`` with the last one of its order."""

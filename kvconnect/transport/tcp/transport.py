@@ -38,6 +38,7 @@ from kvconnect.transport.tcp.context import (
 from kvconnect.transport.tcp.event_loop import EventLoop
 from kvconnect.transport.tcp.listener import UNTRUSTED, Listener, PendingConnection
 from kvconnect.transport.tcp.peer import CLOSED, Peer
+from kvconnect.transport.tcp.shared_port import SharedPort
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,6 @@ MAX_CONNECTIONS = 16
 DIED = "the transport's thread died: its error is in the log"
 """Reason of every ``PeerDown`` after the loop raised an error."""
 
-_BACKLOG = 512
 _CLOSE_S = 10.0
 
 
@@ -70,7 +70,8 @@ class TcpTransport(Transport):
         page_io.check_digests(options.digest, tls=self._access.tls(server=False) is not None)
         loop = EventLoop(self._tick, options.heartbeat_s / 2, partial(self._close_peers, DIED))
         self._shared = TransportContext(options, EventQueue(), loop)
-        self._listener = Listener(self._shared, self._access, self._adopt)
+        self._port = options.port or SharedPort()
+        self._listener = Listener(self._shared, self._access, self._port, self._adopt)
         self._numbers = itertools.count(1)
         self._peers: dict[PeerId, Peer] = {}  # any thread: each use is one atomic operation
         self._closed = False
@@ -91,21 +92,15 @@ class TcpTransport(Transport):
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         self._access.check_listen(host)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # A restarted worker gets its port back while old connections are still fading.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.setblocking(False)
-            listener.bind((host, port))
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            listener.close()
-            fix = f"use an address of this machine and a free port: {error}"
-            raise ConfigError("listen", f"{host}:{port}", fix) from error
-        address = listener.getsockname()
+        return self._port.join(self._shared.options.service, self, host, port)
+
+    def accept_from(self, listener: socket.socket) -> None:
+        """See :class:`~kvconnect.transport.tcp.shared_port.PortMember`."""
         self._shared.loop.call(partial(self._listener.open, listener))
-        return str(address[0]), int(address[1])
+
+    def take(self, pending: PendingConnection, opening: Opening) -> None:
+        """See :class:`~kvconnect.transport.tcp.shared_port.PortMember`."""
+        self._shared.loop.call(partial(self._listener.take, pending, opening))
 
     def connect(self, host: str, port: int) -> PeerId:
         if self._closed:
@@ -114,7 +109,9 @@ class TcpTransport(Transport):
         if not self._access.admits(host):
             self._shared.events.put(PeerDown(number, f"{host}: {UNTRUSTED}", "address"))
             return number
-        opening = Opening("control", os.urandom(SESSION_BYTES), 0, self._shared.options.connections)
+        options = self._shared.options
+        session = os.urandom(SESSION_BYTES)
+        opening = Opening("control", session, 0, options.connections, options.service)
         peer = self._add_peer(number, opening, f"{host}:{port}", inbound=False)
         peer.call(partial(self._dial, peer, opening, host, port))
         return number
@@ -224,7 +221,7 @@ class TcpTransport(Transport):
 
     def _close_peers(self, reason: str) -> None:
         self._ending = True
-        self._listener.close()
+        self._port.leave(self, self._listener.close())
         for peer in list(self._peers.values()):
             peer.run(partial(peer.fail, reason))
         if not self._peers:

@@ -38,7 +38,13 @@ def shake(one: ClientAuth, other: ServerAuth, size: int = 1000) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 @pytest.mark.parametrize("key", [KEY, b""])
-@pytest.mark.parametrize("opening", [OPENING, Opening("control", SESSION, 0, 16)])
+@pytest.mark.parametrize(
+    "opening",
+    [
+        *(OPENING, Opening("control", SESSION, 0, 16)),
+        *(OPENING._replace(service="share"), Opening("control", SESSION, 0, 16, "share")),
+    ],
+)
 def test_sides_with_the_same_key_agree(size: int, key: bytes, opening: Opening) -> None:
     one, other = client(key, opening), server(key)
     shake(one, other, size)

@@ -1,9 +1,10 @@
-"""What a worker of version 1 of the protocol sends, as it was recorded: both sides refuse each
+"""What workers of versions 1 and 2 of the protocol send, as it was recorded: both sides refuse each
 other before anything else is read, and can say which versions they have."""
 
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from contextlib import ExitStack, suppress
 
@@ -32,38 +33,46 @@ CACHE_HELLO = bytes.fromhex(
     "0e0fa6666f726d6174c40166a66c61796f7574c4086c6c6c6c6c6c6c6ca667726f757073918100cd0400a570616765"
     "7390a56e6f6e6365c400"
 )
-OURS, THEIRS = "2 to 2 here", "1 to 1 there"
+OURS = "3 to 3 here"
 
 
-def test_an_older_reader_is_refused_and_told_our_version() -> None:
+def of_version(number: int, message: bytes) -> bytes:
+    """An opening or a challenge of version 1, as another version sends it."""
+    return message[:4] + struct.pack("<HH", number, number) + message[8:]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_reader_is_refused_and_told_our_version(version: int) -> None:
     with side() as source, socket.create_connection(source.transport.listen("127.0.0.1", 0)) as old:
-        old.sendall(OPENING)
+        old.sendall(of_version(version, OPENING))
         old.settimeout(20)
         farewell = b"".join(iter(lambda: old.recv(100), b""))
-        # Version 1 reads this as a challenge, and finds a range without its own version.
-        assert farewell[:8] == CHALLENGE[:4] + bytes([2, 0, 2, 0])
+        # The older version reads this as a challenge, and finds a range without its own version.
+        assert farewell[:8] == CHALLENGE[:4] + bytes([3, 0, 3, 0])
         assert len(farewell) == len(CHALLENGE)
         source.poll()
         (down,) = source.of(PeerDown)
         assert (down.peer, down.refused) == (UNAUTHENTICATED, "protocol")
-        assert OURS in down.reason and THEIRS in down.reason
+        assert OURS in down.reason and f"{version} to {version} there" in down.reason
 
 
-def test_an_older_source_is_refused() -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_source_is_refused(version: int) -> None:
     with side() as reader, socket.create_server(("127.0.0.1", 0)) as old, ExitStack() as stack:
 
         def answer() -> None:
             with suppress(OSError):  # closed
                 while True:
                     connection, _ = old.accept()
-                    stack.enter_context(connection).sendall(CHALLENGE)
+                    stack.enter_context(connection).sendall(of_version(version, CHALLENGE))
 
         thread = threading.Thread(target=answer)
         stack.callback(thread.join)
         stack.callback(old.shutdown, socket.SHUT_RDWR)
         thread.start()
         down = outcome(reader, old.getsockname()[:2])
-        assert down.refused == "protocol" and OURS in down.reason and THEIRS in down.reason
+        assert down.refused == "protocol" and OURS in down.reason
+        assert f"{version} to {version} there" in down.reason
 
 
 def test_older_hellos_are_read_and_refused_for_their_version() -> None:

@@ -1,0 +1,95 @@
+"""One port of a process: each connection reaches the transport of its service, whoever accepts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvconnect.errors import ConfigError
+from kvconnect.testing.transport import ConnectedPair, Side
+from kvconnect.transport.base import PeerDown, PeerUp
+from kvconnect.transport.tcp.shared_port import SharedPort
+from tests.links import result, side
+
+
+@contextmanager
+def process() -> Iterator[tuple[Side, Side, tuple[str, int]]]:
+    """The two transports of one process, which listen at one port."""
+    port = SharedPort()
+    with side(port=port) as handoff, side(port=port, service="share") as share:
+        address = handoff.transport.listen("127.0.0.1", 0)
+        assert share.transport.listen("127.0.0.1", 0) == address
+        yield handoff, share, address
+
+
+def pages_move(reader: Side, source: Side) -> None:
+    ConnectedPair(reader, source).check_works(1)
+
+
+def test_each_service_has_its_peers_and_pages_at_one_port() -> None:
+    with process() as (handoff, share, _), side() as one, side(service="share") as other:
+        pages_move(one, handoff)
+        pages_move(other, share)
+        assert len(handoff.of(PeerUp)) == len(share.of(PeerUp)) == 1
+
+
+def test_without_the_hand_over_the_other_service_is_not_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The negative control of the test above."""
+    monkeypatch.setattr(SharedPort, "find", lambda *_: None)
+    with process() as (_, share, address), side(service="share") as reader:
+        assert isinstance(result(reader, address), PeerDown)
+        share.poll()
+        assert not share.of(PeerUp)
+
+
+def test_a_service_that_nobody_serves_is_refused_and_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with side() as source, side(service="share") as stranger, side() as reader:
+        address = source.transport.listen("127.0.0.1", 0)
+        assert isinstance(result(stranger, address), PeerDown)
+        pages_move(reader, source)
+    assert "nothing here serves the service 'share'" in caplog.text
+
+
+def test_the_port_outlives_the_transport_that_accepted() -> None:
+    port = SharedPort()
+    with side(port=port, service="share") as share:
+        with side(port=port) as handoff:
+            address = handoff.transport.listen("127.0.0.1", 0)
+            share.transport.listen("127.0.0.1", 0)
+        with side(service="share") as reader:
+            pages_move(reader, share)  # accepted by what is left
+        with side() as reader:
+            assert isinstance(result(reader, address), PeerDown)
+        with side(port=port) as handoff, side() as reader:
+            assert handoff.transport.listen(*address) == address  # it listens where it did
+            pages_move(reader, handoff)
+
+
+def test_a_port_is_free_once_all_have_left() -> None:
+    with process() as (_, _, address):
+        pass
+    with socket.create_server(address):
+        pass
+
+
+def test_a_process_listens_at_one_address() -> None:
+    with process() as (handoff, share, (host, number)):
+        for other in ((host, number + 1 if number < 65535 else 1), ("127.0.0.2", number)):
+            with pytest.raises(ConfigError, match=f"use {host}:{number}, where this process"):
+                share.transport.listen(*other)
+        assert handoff.transport.listen(host, number) == (host, number)
+
+
+def test_an_address_that_cannot_be_used_leaves_the_port_unused() -> None:
+    port = SharedPort()
+    with socket.create_server(("127.0.0.1", 0)) as taken, side(port=port) as source:
+        with pytest.raises(ConfigError, match="a free port"):
+            source.transport.listen(*taken.getsockname())
+        assert source.transport.listen("127.0.0.1", 0)
