@@ -31,7 +31,7 @@ LAYERS = (
     },
     {"cache", "protocol", "_native"},
     {"copy", "transport"},
-    {"jobs"},
+    {"jobs", "peers"},
     {"offload"},
     {"tiers", "disaggregation"},
     {"observability"},

@@ -33,6 +33,7 @@ from kvconnect.disaggregation.sessions import (
 )
 from kvconnect.errors import ConfigError, ProtocolError, TransferFailed, contained
 from kvconnect.offload.streams import make_streams
+from kvconnect.peers.connections import connection_options
 from kvconnect.protocol import messages
 from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import PROBE_READ_ID, Hello, Message, Probe, Reject
@@ -55,6 +56,7 @@ from kvconnect.transport.base import (
     Transport,
 )
 from kvconnect.transport.security import security_of
+from kvconnect.transport.tcp.shared_port import SharedPort
 from kvconnect.types import TransferId
 
 logger = logging.getLogger(__name__)
@@ -299,8 +301,10 @@ def start_agent(
     deadline_s: float,
     alone: bool = False,
     traced: bool = False,
+    port: SharedPort | None = None,
 ) -> HandoffAgent:
-    """Start a worker's hand-off agent; it listens at ``address``, if given.
+    """Start a worker's hand-off agent; it listens at ``address``, if given, with what else in this
+    process has the same ``port``.
 
     ``deadline_s``: how long a read request may wait for an unknown transfer. ``alone``: this worker
     gets instructions of its own, so it renews leases and reports gauges itself. ``traced``: the
@@ -310,14 +314,7 @@ def start_agent(
         ConfigError: an address, key, certificate or transport that cannot be used.
     """
     security = security_of(config)
-    options = ConnectionOptions(
-        connections=config.connections,
-        max_peers=config.max_peers,
-        digest=config.digest,
-        backend=config.nixl_backend,
-        local=not (config.key_file or config.peers),
-        stall_s=config.deadline_s,
-    )
+    options = connection_options(config, "handoff", port)
     memory = ProbedMemory(cache.memory, cache.device)
     # NIXL does not encrypt: with TLS, NIXL is used only if the setting names it.
     name = "tcp" if config.transport == "auto" and config.tls_dir else config.transport

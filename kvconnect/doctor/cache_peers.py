@@ -28,8 +28,8 @@ from kvconnect.protocol.cache_messages import (
 )
 from kvconnect.settings import Settings
 from kvconnect.settings.sharing import PeerSettings
+from kvconnect.tiers.peers.arena_memory import ArenaMemory
 from kvconnect.tiers.peers.connection_owner import check_other_end
-from kvconnect.tiers.peers.peer_agent import ArenaMemory
 from kvconnect.tiers.peers.same_machine import SourceMemory, is_this_machine
 from kvconnect.transport import ConnectionOptions, make_transport
 from kvconnect.transport.base import (
@@ -48,7 +48,7 @@ _GOOD = "engines with the same settings can read from these workers"
 _BAD = "some workers cannot be read from: see the fail lines"
 _WAIT_S = 10.0
 _NOT_THERE = (
-    "start the engine with cache_peers and this address as listen, and open its port in firewalls"
+    "start the engine with serve in cache_peers and this address as listen, and open its port"
 )
 _SILENT = "restart the engine: its connections work, its worker does not answer"
 _ALONE = (
@@ -101,7 +101,7 @@ class _Worker:
             self.hello = message
         except ProtocolError as error:
             self.fail(
-                str(error), "use the port of cache_peers, and a kvconnect of the same version"
+                str(error), "use the port that serves blocks, and a kvconnect of the same version"
             )
             return True
         if not is_this_machine(self.host):
@@ -126,7 +126,7 @@ def examine(
     """
     to_ask = PeerSettings(ask=tuple(addresses)).addresses()
     network = Settings(key_file=key_file, tls_dir=tls_dir)
-    options = ConnectionOptions(local=not key_file)
+    options = ConnectionOptions(local=not key_file, service="share")
     transport = make_transport("tcp", security_of(network), options)
     memory = HostArena(1, mmap.PAGESIZE, "off")
     try:

@@ -66,17 +66,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ``{}``: no disk tier.
         remote: ``kind`` and settings of a store that engines share, such as
             ``{"kind": "valkey", "address": "10.1.2.3:6379"}``. ``{}``: no shared store.
-        cache_peers: engines whose host memory this one may read, and where it serves its own, such
-            as ``{"ask": ["10.1.2.4:7900"], "listen": "10.1.2.3:7900"}``. ``{}``: none.
+        cache_peers: engines whose host memory this one may read, and whether it serves its own,
+            such as ``{"ask": ["10.1.2.4:14580"], "serve": true}``. ``{}``: none.
         spill: which blocks of the host tier are written to these tiers. ``all``: every block.
             ``reused``: blocks that were loaded once from host memory.
         load_when: how much of a found prefix is loaded. ``faster``: as much as is expected to be
             faster than computing, by the times measured so far. ``always``: all of it.
         wait_s: seconds that a request waits for its blocks from these tiers at most. After that, it
             is computed.
-        listen: ``IP:PORT`` at which workers listen for workers of other engines, an address of this
-            machine that those reach. Rank r listens at port + r; with port 0, each rank takes a
-            free port. ``off``: workers do not listen.
+        listen: ``IP:PORT`` at which workers listen for workers of other engines, for hand-offs and
+            with ``serve`` of ``cache_peers`` for blocks of host memory. An address of this machine
+            that those reach. Rank r listens at port + r, counted over all data-parallel engines;
+            with port 0, each rank takes a free port. ``off``: workers do not listen.
         peers: networks that are trusted where there is no ``key_file``, beside loopback, such as
             ``10.0.0.0/8``. ``[]``: none.
         key_file: file with the key that all engines share. Each connection proves it, and tickets
@@ -140,5 +141,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             if self.host_bytes == "off" and (tier := getattr(self, field)) is not None:
                 fix = "blocks come and go through host memory: give host_bytes a size"
                 yield field, msgspec.to_builtins(tier), fix
+        if self.cache_peers is not None and self.cache_peers.serve and self.listen == "off":
+            yield "listen", self.listen, "name the address where cache_peers.serve serves"
         if self.tls_dir and not self.key_file:
             yield "key_file", "", "set it beside tls_dir: tickets are signed with it"

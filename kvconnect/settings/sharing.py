@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnect.settings.addresses import Listen, worker_addresses
-from kvconnect.settings.quantities import Rule, Size
+from kvconnect.settings.quantities import Flag, Rule, Size
 from kvconnect.settings.stores import Conflict
 
 
@@ -20,9 +20,10 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
         ask: workers of other engines, as ``IP:PORT``, or ``IP:FIRST-LAST`` for several ranks at
             ports in a row. The engine's own addresses may be among them. ``[]``: only the engines
             that a router names.
-        listen: ``IP:PORT`` at which this engine serves blocks, an address of this machine that the
-            others reach. Worker r listens at port + r, counted over all data-parallel engines.
-            ``off``: it serves none.
+        serve: ``true``: this engine serves its blocks to others, at the address and port of the
+            setting ``listen``, where hand-offs are read too.
+        listen: a port of its own for serving, ``IP:PORT``. Use ``serve`` instead: this setting goes
+            with the next version. ``off``: none.
         ask_s: seconds that a request waits for answers.
         serve_rate: limit of one worker's sending, in bytes per second. ``0``: no limit.
         same_machine: ``memory``: engines on the same machine copy blocks from one another's memory,
@@ -35,8 +36,9 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     ask: Annotated[
         tuple[str, ...],
-        Rule('use a list of workers such as ["10.1.2.4:7900"]', check=worker_addresses),
+        Rule('use a list of workers such as ["10.1.2.4:14580"]', check=worker_addresses),
     ] = ()
+    serve: Flag = False
     listen: Listen = "off"
     ask_s: Annotated[float, Meta(gt=0, le=10), Rule("use seconds, at most 10")] = 0.05
     serve_rate: Size = 0
@@ -47,11 +49,18 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
         Rule("use a number of tokens that divides the block size, or 0"),
     ] = 0
 
+    @property
+    def serves(self) -> bool:
+        """Whether other engines may read this one's blocks."""
+        return self.serve or self.listen != "off"
+
     def addresses(self) -> list[tuple[str, int]]:
         """Return (IP address, port) of all workers to ask."""
         return worker_addresses(self.ask)
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yield settings that do not go together."""
-        if not self.ask and self.listen == "off":
-            yield "ask", [], "set ask, listen or both"
+        if not self.ask and not self.serves:
+            yield "ask", [], "set ask, serve or both"
+        if self.serve and self.listen != "off":
+            yield "listen", self.listen, "remove it: serve uses the port of hand-offs"

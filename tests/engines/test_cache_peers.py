@@ -43,11 +43,12 @@ def shares(
     peers = {
         "page_tokens": page_tokens,
         "same_machine": same_machine,
-        "listen": f"127.0.0.1:{port}",
+        "serve": True,
         "ask": [f"127.0.0.1:{other}" for other in ask],
         "ask_s": 5.0,  # engines on CPUs answer when they get to it
     }
-    settings = {"host_bytes": HOST, "load_when": "always", "listen": "off", "wait_s": 30.0}
+    listen = f"127.0.0.1:{port}"
+    settings = {"host_bytes": HOST, "load_when": "always", "listen": listen, "wait_s": 30.0}
     return kv_transfer(**{**settings, "cache_peers": peers, **extra})
 
 

@@ -110,7 +110,15 @@ class KVConnectManager(CommonKVManager):
         patience = runtime_context.patience_s()
         self.spans = make_spans()
         traced = self.spans is not None
-        self.agent = start_agent(config, cache, address, patience, alone=True, traced=traced)
+        self.agent = start_agent(
+            config,
+            cache,
+            address,
+            patience,
+            alone=True,
+            traced=traced,
+            port=runtime_context.PORT,
+        )
         weights.listen(lambda: self.agent.set_identity(weights.identity(mixes=mixes)))
         self.streams = EngineStreams(cache.device)
         self.adapters = AdapterContents()

@@ -22,12 +22,16 @@ from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.settings import Settings, find_settings
 from kvconnect.settings.host_memory import check_fits, share_of_host_bytes
 from kvconnect.settings.summary import start_line
+from kvconnect.transport.tcp.shared_port import SharedPort
 from kvconnect.types import Rank
 
 logger = logging.getLogger(__name__)
 
 SPARE_S = 5.0
 """A dropped transfer must end this many seconds before SGLang reuses its pages."""
+
+PORT = SharedPort()
+"""Where this process listens: SGLang makes the storage backend and the hand-offs apart."""
 
 
 def check(server_args: ServerArgs) -> None:

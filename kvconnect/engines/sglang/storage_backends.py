@@ -25,7 +25,7 @@ from kvconnect.cache.model_identity import model_folder, model_name, weights_nam
 from kvconnect.cache.pages import LayerPages
 from kvconnect.cache.record_format import RecordFormat, fingerprint
 from kvconnect.engines.sglang import weights
-from kvconnect.engines.sglang.runtime_context import rank_number
+from kvconnect.engines.sglang.runtime_context import PORT, rank_number
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.settings import Settings
@@ -71,7 +71,7 @@ def make_stores(
 
     def peers(sharing: PeerSettings) -> Store:
         blocks = _shared_blocks(sharing, fields, records, memory, pools)
-        agent = start_agent(config, blocks, rank_number())
+        agent = start_agent(config, blocks, rank_number(), PORT)
         weights.listen(lambda: agent.set_identity(weights.identity()))
         return PeerStore(agent, blocks)
 

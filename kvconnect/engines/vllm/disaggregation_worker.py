@@ -22,6 +22,7 @@ from kvconnect.protocol.messages import Hello
 from kvconnect.settings import Settings
 from kvconnect.settings.addresses import listen_address
 from kvconnect.transport.security import NoLocalKey
+from kvconnect.transport.tcp.shared_port import SharedPort
 from kvconnect.types import Rank
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,13 @@ def make_handoffs(
     cache: KVCacheConfig,
     config: Settings,
     kv_caches: Mapping[str, torch.Tensor],
+    port: SharedPort,
     identity: Identity,
     former: FormerAgent | None = None,
 ) -> HandoffAgent | None:
     """Start a worker's hand-off agent, which listens if the role sends; return None if the worker
-    neither sends nor receives. ``identity``: the weights that the worker has.
+    neither sends nor receives. ``port``: the process's own. ``identity``: the weights that the
+    worker has.
 
     Raises:
         ConfigError: an address, key or certificate cannot be used.
@@ -73,7 +76,7 @@ def make_handoffs(
     found = WorkerCache(hello, pages, memory, area.device)
     traced = translate.is_traced(vllm_config)
     try:
-        return start_agent(config, found, address, config.deadline_s, traced=traced)
+        return start_agent(config, found, address, config.deadline_s, traced=traced, port=port)
     except NoLocalKey as error:
         if transfer.kv_role != "kv_both":
             raise

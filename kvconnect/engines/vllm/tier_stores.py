@@ -30,6 +30,7 @@ from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.security import record_keys
+from kvconnect.transport.tcp.shared_port import SharedPort
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ def make_lower_tiers(
     config: Settings,
     kv_caches: Mapping[str, torch.Tensor],
     host: tuple[HostArena, Geometry],
+    port: SharedPort,
 ) -> TierWorker | None:
-    """Return a worker's secondary tiers; None if none is configured.
+    """Return a worker's secondary tiers; None if none is configured. ``port``: the process's own.
 
     Raises:
         ConfigError: a tier cannot be used with its settings.
@@ -73,7 +75,7 @@ def make_lower_tiers(
         layout = fingerprint(_own_fields(cache, fields))
         blocks = SharedBlocks(store, shared.pages(geometry, pages), shared.fingerprint, layout)
         first = parallel.data_parallel_index * parallel.world_size
-        return PeerStore(start_agent(config, blocks, first + rank), blocks)
+        return PeerStore(start_agent(config, blocks, first + rank, port), blocks)
 
     makers: dict[Tier, Callable[[], Store]] = {}
     if config.disk is not None:

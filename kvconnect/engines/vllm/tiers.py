@@ -91,7 +91,7 @@ class TierScheduler:
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._timed = 0  # number of the last step in it
         self._ended = 0.0  # when the last step ended
-        self._offers = Offers(host.index, peers is not None and peers.listen != "off")
+        self._offers = Offers(host.index, serves=peers is not None and peers.serves)
         self.plan = TierPlan(host.index, groups, host.stats, limits, self._choose, self._fetched)
         write_backs = self.plan.write_backs
         self._removals = Removals(write_backs, host.hints.outcomes, workers, config.deadline_s)

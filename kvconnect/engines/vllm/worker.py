@@ -31,6 +31,7 @@ from kvconnect.protocol.identity import Identity
 from kvconnect.settings import Settings
 from kvconnect.settings.host_memory import check_fits, share_of_host_bytes
 from kvconnect.tiers.worker import TierWorker
+from kvconnect.transport.tcp.shared_port import SharedPort
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class ConnectorWorker:
         self._errors: set[int] = set()
         self._idle_s = _IDLE_S if _may_wait(vllm_config.parallel_config) else 0.0
         self._news = threading.Event()  # the agent's or the secondary tiers' thread has something
+        self._port = SharedPort()
         self._tier: HostTier | None = None
         self._tiers: TierWorker | None = None
         self._agent: HandoffAgent | None = None
@@ -107,13 +109,19 @@ class ConnectorWorker:
                 self._config,
                 kv_caches,
                 (self._tier.store, geometry),
+                self._port,
             )
             if self._tiers is not None:
                 self._tiers.news = self._news
         mixes = self._config.mix_weights
         self._weights = self._weights or WorkerWeights(self._vllm_config, mixes=mixes)
         self._make_agent = partial(
-            make_handoffs, self._vllm_config, self._kv_cache_config, self._config, kv_caches
+            make_handoffs,
+            self._vllm_config,
+            self._kv_cache_config,
+            self._config,
+            kv_caches,
+            self._port,
         )
 
     @property

@@ -6,8 +6,7 @@ import logging
 import os
 import threading
 import time
-from array import array
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +15,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from kvconnect import threads
-from kvconnect.cache.head_shards import HeadUnit, merged
+from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.errors import KVConnectError, ProtocolError, contained
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.peers.connections import connection_options
 from kvconnect.protocol.addresses import Addresses
 from kvconnect.protocol.cache_messages import (
     NONCE_BYTES,
@@ -37,23 +37,21 @@ from kvconnect.settings.addresses import listen_address
 from kvconnect.settings.sharing import PeerSettings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import StoreMeter
+from kvconnect.tiers.peers.arena_memory import ArenaMemory, transport_units
 from kvconnect.tiers.peers.asking import Holders, Questions
 from kvconnect.tiers.peers.connection_owner import check_other_end
 from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads
 from kvconnect.tiers.peers.same_machine import MemoryAccess, SourceMemory, is_this_machine
 from kvconnect.tiers.peers.served import ServedBlocks
-from kvconnect.tiers.peers.serving import GroupUnits, SendLimit, Serving
+from kvconnect.tiers.peers.serving import SendLimit, Serving
 from kvconnect.tiers.peers.sources import CacheSources
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
-    ConnectionOptions,
     Disconnect,
     Ends,
     Event,
-    MemoryRegion,
     MessageReceived,
-    PageChunk,
     PagesReceived,
     PagesSent,
     PeerDown,
@@ -61,33 +59,14 @@ from kvconnect.transport.base import (
     PeerMessage,
     PeerUp,
     Transport,
-    Unit,
 )
 from kvconnect.transport.security import security_of
+from kvconnect.transport.tcp.shared_port import SharedPort
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
-
-
-class ArenaMemory:
-    """The host tier as a transport reads and writes it, in place. Slot n is wire block n."""
-
-    def __init__(self, host: HostArena) -> None:
-        self._host = host
-        self._region = MemoryRegion(host.address, host.nbytes)
-
-    def regions(self) -> tuple[MemoryRegion, ...]:
-        return (self._region,)
-
-    def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one region
-        return self._region
-
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        yield PageChunk(self._region.address, self._region.nbytes, unit, ids)
-
-    incoming = outgoing
 
 
 @dataclass
@@ -148,7 +127,7 @@ class PeerAgent:
     ) -> None:
         host = blocks.host
         groups = [
-            [_transport_units(page, host.slot_bytes) for page in pages] for pages in blocks.layouts
+            [transport_units(page, host.slot_bytes) for page in pages] for pages in blocks.layouts
         ]
         sizes = [{n: unit.block_bytes for n, unit in pages[0].parts.items()} for pages in groups]
         clock = time.monotonic
@@ -347,9 +326,11 @@ def _are_known(*hellos: CacheHello) -> bool:
     return all(hello.identity.weights != Weights() for hello in hellos)
 
 
-def start_agent(config: Settings, blocks: SharedBlocks, number: int) -> PeerAgent:
+def start_agent(
+    config: Settings, blocks: SharedBlocks, number: int, port: SharedPort | None = None
+) -> PeerAgent:
     """Start a worker's agent with the settings of its engine; see :class:`PeerAgent`. ``number``
-    counts the workers of all data-parallel engines.
+    counts the workers of all data-parallel engines. ``port``: where the process hands off blocks.
 
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
@@ -359,15 +340,14 @@ def start_agent(config: Settings, blocks: SharedBlocks, number: int) -> PeerAgen
     if options.same_machine == "auto":
         way: Literal["memory", "network"] = "network" if config.key_file else "memory"
         options = msgspec.structs.replace(options, same_machine=way)
+    if options.serve:
+        options = msgspec.structs.replace(options, listen=config.listen)
+    elif options.serves:
+        text = "cache_peers.listen opens a second port, and goes with the next version: %s"
+        logger.warning(text, "remove it, set serve in cache_peers, and set listen to IP:PORT")
+        port = None
     nixl = config.transport == "nixl"
-    connection = ConnectionOptions(
-        connections=config.connections,
-        max_peers=config.max_peers,
-        backend=config.nixl_backend,
-        local=not (config.key_file or config.peers),
-        digest=config.digest,
-        stall_s=config.deadline_s,
-    )
+    connection = connection_options(config, "share", port)
     transport = make_transport("nixl" if nixl else "tcp", security_of(config), connection)
     with ExitStack() as undo:
         undo.callback(transport.close)
@@ -384,15 +364,3 @@ def _listen(transport: Transport, setting: str, number: int) -> tuple[str, int] 
     found = transport.listen(host, port + number if port else 0)
     logger.info("serving blocks of host memory at %s:%d", *found)
     return found
-
-
-def _transport_units(page: Sequence[HeadUnit], slot_bytes: int) -> GroupUnits:
-    """Return the units of a page, with their places in slots."""
-
-    def unit(runs: Iterable[tuple[int, int]], nbytes: int) -> Unit:
-        numbers = [number for start, length in runs for number in (start, slot_bytes, length)]
-        return Unit(array("q", numbers), 1, nbytes)
-
-    parts = {part.number: unit(part.runs, part.nbytes) for part in page}
-    whole = merged(sorted(run for part in page for run in part.runs))
-    return GroupUnits(parts, unit(whole, sum(part.nbytes for part in page)))

@@ -35,11 +35,11 @@ class Workers:
         path.chmod(0o600)
         return str(path)
 
-    def start(self, form: bytes = b"a format", **settings: str) -> str:
+    def start(self, form: bytes = b"a format", **settings: str | bool) -> str:
         host = HostArena(1, mmap.PAGESIZE, "off")
         self._stack.callback(host.close)
         units = [[(HeadUnit(0, ((0, mmap.PAGESIZE),)),)]]
-        peers = {"listen": "127.0.0.1:0", **settings}
+        peers = {"serve": True, **settings}
         config = check_settings({"cache_peers": peers, "key_file": self.key_file})
         agent = start_agent(config, SharedBlocks(host, units, form, b"layout"), 0)
         self._stack.callback(agent.close)

@@ -309,8 +309,8 @@ def test_a_stage_without_a_common_layer_is_refused_unless_both_have_stages() -> 
 @pytest.mark.parametrize(
     ("field", "reader", "source", "values"),
     [
-        ("protocol", hello(), hello(protocol=(3, 4)), ["2 to 2", "3 to 4"]),
-        ("protocol", hello(), hello(protocol=(1, 1)), ["2 to 2", "1 to 1"]),
+        ("protocol", hello(), hello(protocol=(4, 5)), ["3 to 3", "4 to 5"]),
+        ("protocol", hello(), hello(protocol=(1, 1)), ["3 to 3", "1 to 1"]),
         ("model", hello(format={"model": "a"}), hello(format={"model": "b"}), ["'a'", "'b'"]),
         ("dtype", hello(), hello(format={"model": "m"}), ["'bfloat16'", "None"]),
         ("format", hello(format={"new": 1}), hello(format={"new": 2}), ["new", "1", "2"]),

@@ -1,0 +1,1 @@
+"""What every agent needs that talks to workers of other engines: hand-offs and sharing."""
