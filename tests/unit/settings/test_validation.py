@@ -83,7 +83,7 @@ DISK = {"path": "/nvme", "capacity": "1TiB"}
     [
         ({"disk": DISK, "host_bytes": "off"}, "disk", "blocks come and go through host memory"),
         ({"tls_dir": "/etc/tls"}, "key_file", "set it beside tls_dir"),
-        ({"cache_peers": {"ask_s": 1}}, "cache_peers.ask", "set ask, listen or both"),
+        ({"cache_peers": {"ask_s": 1}}, "cache_peers.ask", "set ask, serve or both"),
         ({"remote": {"kind": "valkey", "address": "a:1,b:2"}}, "remote.address", "cluster"),
         (
             {"remote": {"kind": "valkey", "address": "a:1", "tls_name": "b"}},
