@@ -20,7 +20,7 @@
 #                     and SGLang's schedulers. SCHEDULER_ARGS="--seed 7 --hours 8" says which and
 #                     for how long each
 # make sanitize       tests of the C extension under the address, undefined and thread sanitizers
-# make release        sdist, wheel and SBOM in dist/, checked
+# make wheels         sdist and wheels for x86-64 and Arm in dist/, checked; make release: with an SBOM
 # make lock           requirements/*.lock from the environments as they are
 # make setup          only the environment (.venv) for all but SGLang; setup-sglang: its own
 #
@@ -52,7 +52,7 @@ SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py 
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-engines test-units test-sglang demo demo-sglang bench bench-sglang bench-serve models outside outside-quick docs gpu fuzz sanitize release lock clean
+.PHONY: setup setup-sglang test test-engines test-units test-sglang demo demo-sglang bench bench-sglang bench-serve models outside outside-quick docs gpu fuzz sanitize wheels release lock clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -142,6 +142,9 @@ fuzz: $(READY) $(SGLANG_READY)
 	@python -m tests.fuzz.guided --runs 1000000 --keep
 	@python -m tests.schedulers.fuzz $(SCHEDULER_ARGS)
 	@scripts/in-netns $(SGLANG_BIN)/python -m tests.sglang.schedulers.fuzz $(SCHEDULER_ARGS)
+
+wheels: $(READY)
+	@scripts/wheels
 
 release: $(READY)
 	@scripts/release

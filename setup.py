@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there when pip builds
@@ -23,10 +24,14 @@ from scripts import build_kernels
 
 SWITCH = "KVCONNECT_BUILD_NATIVE"
 KERNEL_SWITCH = "KVCONNECT_BUILD_KERNELS"
+# One wheel for Python 3.11 and all later versions. Builds without the GIL have no such API.
+STABLE = not sysconfig.get_config_var("Py_GIL_DISABLED")
 NATIVE = Extension(
     "kvconnect._native",
     sources=[f"kvconnect/native/{name}.c" for name in ("native", "net", "pages")],
     depends=[f"kvconnect/native/{name}.h" for name in ("native", "pages", "vendor/xxhash")],
+    define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
+    py_limited_api=STABLE,
     extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
 )
 
@@ -87,11 +92,22 @@ class BuildWithKernels(build_py):
         super().run()
 
 
+class BuildInPlace(build_ext):
+    """Removes what a build for one version of Python left, which would be imported first."""
+
+    def run(self) -> None:
+        if self.inplace:
+            for stale in Path("kvconnect").glob("_native.cpython-*.so"):
+                stale.unlink()
+        super().run()
+
+
 setup(
     packages=[*find_packages(include=["kvconnect*"]), "kvconnect.kernels"],
     package_dir={"kvconnect.kernels": "kernels"},
-    cmdclass={"build_py": BuildWithKernels},
+    cmdclass={"build_py": BuildWithKernels, "build_ext": BuildInPlace},
     ext_modules=extensions(),
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
     # MANIFEST.in is for the sdist alone.
     exclude_package_data={"kvconnect": ["native/*", "native/vendor/*"]},
 )

@@ -1,7 +1,9 @@
 """Check what a release consists of: python -m scripts.check_release DIST [--sbom]
 
-The sdist and the wheel have what they need and nothing else; with ``--sbom``, the SBOM names every
-package that the wheel requires.
+The sdist and the wheels have what they need and nothing else. A wheel runs where its name says that
+it does: with Python 3.11 and later, on any Linux whose glibc is not older.
+
+With ``--sbom``, the SBOM names every package that the wheel requires.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WHEEL_HAS = (
     r"kvconnect/__init__\.py",
     r"kvconnect/py\.typed",
-    r"kvconnect/_native\..*\.so",
+    r"kvconnect/_native\.abi3\.so",
     r"kvconnect/kernels/pages\.cu",
     r"kvconnect/cache/architectures\.json",
     r"kvconnect/settings/schema\.json",
@@ -27,6 +29,10 @@ WHEEL_HAS = (
     r"kvconnect-.*/licenses/LICENSE",
 )
 SDIST_HAS = (r"pyproject\.toml", r"setup\.py", r"README\.md", r"LICENSE", r"kvconnect/native/.*\.c")
+NAME = re.compile(r"kvconnect-[^-]+-cp311-abi3-manylinux_2_(\d+)_(x86_64|aarch64)\.whl")
+MACHINES = {"x86_64": 62, "aarch64": 183}  # as ELF numbers them
+_GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
+_LIBRARY = re.compile(rb"\0(lib[\w+.-]+\.so[\w.]*)(?=\0)")
 NOWHERE = r"(^|/)(tests?|benchmarks|\.venv.*|build|shared)/"  # in a wheel
 
 
@@ -36,14 +42,43 @@ def missing(names: list[str], wanted: tuple[str, ...]) -> list[str]:
 
 
 def check_files(dist: Path) -> list[str]:
-    """Return what is wrong with the sdist and the wheel of a folder."""
-    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
-    in_wheel = zipfile.ZipFile(wheel).namelist()
+    """Return what is wrong with the sdist and the wheels of a folder."""
+    (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as packed:
         in_sdist = [name.partition("/")[2] for name in packed.getnames()]
-    wrong = [f"{wheel.name} lacks {each}" for each in missing(in_wheel, WHEEL_HAS)]
-    wrong += [f"{sdist.name} lacks {each}" for each in missing(in_sdist, SDIST_HAS)]
-    return wrong + [f"{wheel.name} has {each}" for each in in_wheel if re.search(NOWHERE, each)]
+    wrong = [f"{sdist.name} lacks {each}" for each in missing(in_sdist, SDIST_HAS)]
+    wheels = sorted(dist.glob("*.whl"))
+    return [*wrong, *(each for wheel in wheels for each in check_wheel(wheel))] or (
+        [] if wheels else [f"{dist} has no wheel"]
+    )
+
+
+def check_wheel(wheel: Path) -> list[str]:
+    """Return what is wrong with a wheel."""
+    with zipfile.ZipFile(wheel) as packed:
+        names = packed.namelist()
+        libraries = {name: packed.read(name) for name in names if name.endswith(".so")}
+    wrong = [f"lacks {each}" for each in missing(names, WHEEL_HAS)]
+    wrong += [f"has {each}" for each in names if re.search(NOWHERE, each)]
+    tag = NAME.fullmatch(wheel.name)
+    if tag is None:
+        wrong.append(f"is not named as {NAME.pattern}")
+    else:
+        for name, library in libraries.items():
+            wrong += check_library(name, library, int(tag[1]), tag[2])
+    return [f"{wheel.name} {each}" for each in wrong]
+
+
+def check_library(name: str, library: bytes, glibc: int, machine: str) -> list[str]:
+    """Return why an extension does not run on a machine with a glibc of version 2.``glibc``."""
+    wrong = []
+    if int.from_bytes(library[18:20], "little") != MACHINES[machine]:
+        wrong.append(f"has {name} of another machine than {machine}")
+    newest = max((int(found) for found in _GLIBC.findall(library)), default=0)
+    if newest > glibc:
+        wrong.append(f"has {name} that needs glibc 2.{newest}")
+    others = {found.decode() for found in _LIBRARY.findall(library)} - {"libc.so.6"}
+    return wrong + [f"has {name} that needs {each}" for each in sorted(others)]
 
 
 def check_sbom(dist: Path) -> list[str]:

@@ -304,7 +304,7 @@ static PyObject *run_addresses(PyObject *module, PyObject *args) {
             found = PyBytes_FromStringAndSize(NULL, 8 * counts[0] * counts[2]);
     }
     if (found != NULL && !fill_addresses(views, counts[0], counts[2], limit,
-                                         (int64_t *)PyBytes_AS_STRING(found)))
+                                         (int64_t *)PyBytes_AsString(found)))
         Py_CLEAR(found);
     for (int i = 0; i < 3; i++)
         PyBuffer_Release(&views[i]);

@@ -204,7 +204,7 @@ PyObject *send_pages(PyObject *module, PyObject *args) {
     if (check_link(&link, &stop) && check_pages(&pages, segments, ids))
         digests = new_digests(&pages);
     if (digests != NULL) {
-        unsigned char *out = (unsigned char *)PyBytes_AS_STRING(digests);
+        unsigned char *out = (unsigned char *)PyBytes_AsString(digests);
         Py_BEGIN_ALLOW_THREADS
         status = send_all(&pages, &link, &head, out);
         Py_END_ALLOW_THREADS
@@ -236,7 +236,7 @@ PyObject *recv_pages(PyObject *module, PyObject *args) {
     if (check_link(&link, &stop) && check_pages(&pages, segments, ids))
         digests = new_digests(&pages);
     if (digests != NULL) {
-        unsigned char *out = (unsigned char *)PyBytes_AS_STRING(digests);
+        unsigned char *out = (unsigned char *)PyBytes_AsString(digests);
         Py_BEGIN_ALLOW_THREADS
         status = recv_all(&pages, &link, out, &landed);
         Py_END_ALLOW_THREADS
@@ -245,7 +245,10 @@ PyObject *recv_pages(PyObject *module, PyObject *args) {
             raise_status(&link, status);
             Py_CLEAR(digests);
         } else if (landed < pages.num_blocks) {
-            _PyBytes_Resize(&digests, 8 * (Py_ssize_t)num_digests(&pages, landed));
+            PyObject *all = digests;
+            digests = PyBytes_FromStringAndSize((const char *)out,
+                                                8 * (Py_ssize_t)num_digests(&pages, landed));
+            Py_DECREF(all);
         }
     }
     release_pages(&pages);

@@ -158,7 +158,7 @@ PyObject *digest_pages(PyObject *module, PyObject *args) {
     if (check_pages(&pages, segments, ids))
         digests = new_digests(&pages);
     if (digests != NULL) {
-        Digester digester = {.out = (unsigned char *)PyBytes_AS_STRING(digests)};
+        Digester digester = {.out = (unsigned char *)PyBytes_AsString(digests)};
         Py_BEGIN_ALLOW_THREADS
         digest_bytes(&pages, &digester, pages.block_bytes * pages.num_blocks);
         Py_END_ALLOW_THREADS

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 import kvconnect
 from kvconnect import engine_versions, errors
-from scripts.check_release import check_files, check_sbom
+from scripts.check_release import check_files, check_sbom, check_wheel
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -153,18 +153,50 @@ def test_a_release_that_lacks_something_is_found(tmp_path: Path) -> None:
     source = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "kvconnect/native/native.c"]
 
     def wrong(in_wheel: list[str], in_sdist: list[str]) -> list[str]:
-        with zipfile.ZipFile(tmp_path / "k.whl", "w") as wheel:
+        with zipfile.ZipFile(tmp_path / WHEEL, "w") as wheel:
             for name in in_wheel:
-                wheel.writestr(name, "")
+                wheel.writestr(name, extension())
         with tarfile.open(tmp_path / "k.tar.gz", "w:gz") as sdist:
             for name in in_sdist:
                 sdist.addfile(tarfile.TarInfo(f"k-1/{name}"))
         return check_files(tmp_path)
 
-    names[2] = "kvconnect/_native.cpython.so"
+    names[2] = "kvconnect/_native.abi3.so"
     assert wrong(names, source) == []
     assert len(wrong(names[1:], source)) == len(wrong(names, source[1:])) == 1
-    assert wrong([*names, "tests/x.py"], source) == ["k.whl has tests/x.py"]
+    assert wrong([*names, "tests/x.py"], source) == [f"{WHEEL} has tests/x.py"]
+    names[2] = "kvconnect/_native.cpython-311.so"  # for one version of Python
+    assert len(wrong(names, source)) == 1
+
+
+WHEEL = "kvconnect-1-cp311-abi3-manylinux_2_17_x86_64.whl"
+
+
+def extension(machine: int = 62, needs: bytes = b"libc.so.6", version: bytes = b"2.17") -> bytes:
+    """What is read of an extension: its machine, and the names in it."""
+    head = b"\x7fELF".ljust(18, b"\0") + machine.to_bytes(2, "little")
+    return head + b"\0" + needs + b"\0GLIBC_2.2.5\0GLIBC_" + version + b"\0"
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "said"),
+    [
+        (WHEEL, extension(), ""),
+        (WHEEL.replace("x86_64", "aarch64"), extension(183), ""),
+        (WHEEL.replace("x86_64", "aarch64"), extension(), "of another machine than aarch64"),
+        (WHEEL, extension(version=b"2.34"), "needs glibc 2.34"),
+        (WHEEL, extension(needs=b"libpython3.11.so.1.0"), "needs libpython3.11.so.1.0"),
+        ("kvconnect-1-cp311-cp311-linux_x86_64.whl", extension(), "is not named as"),
+    ],
+)
+def test_a_wheel_that_does_not_run_where_it_says_is_found(
+    tmp_path: Path, name: str, library: bytes, said: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / name, "w") as wheel:
+        wheel.writestr("kvconnect/_native.abi3.so", library)
+    found = [each for each in check_wheel(tmp_path / name) if " lacks " not in each]
+    assert len(found) == bool(said)
+    assert said in "".join(found)
 
 
 def test_an_sbom_that_lacks_something_is_found(tmp_path: Path) -> None:
