@@ -32,12 +32,9 @@ def test_memory(tmp_path: Path) -> None:
     check_store(lambda _: make_store("memory", settings, b"f"), tmp_path, spoil=spoil)
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
-def test_disk(policy: str, tmp_path: Path) -> None:
+def test_disk(tmp_path: Path) -> None:
     check_store(
-        lambda folder: make_store(
-            "disk", {"path": str(folder), "capacity": "32MiB", "policy": policy}, b"f"
-        ),
+        lambda folder: make_store("disk", {"path": str(folder), "capacity": "32MiB"}, b"f"),
         tmp_path,
         persistent=True,
     )

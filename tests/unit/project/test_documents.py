@@ -404,7 +404,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_pages_from_elsewhere_are_there(site: Path) -> None:
     for page in site_pages.PAGES.values():
         assert (site / page).with_suffix(".html").exists()
-    assert "Ten questions" in (site / "contributing.html").read_text()
+    assert "Twelve questions" in (site / "contributing.html").read_text()
 
 
 def loaded(text: str) -> Iterator[str]:
