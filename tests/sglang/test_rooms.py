@@ -453,11 +453,10 @@ def test_no_error_reaches_the_scheduler_s_thread(
     assert other.poll() in (KVPoll.Bootstrapping, KVPoll.WaitingForInput)
 
 
-def test_an_error_in_a_notice_or_a_span_ends_at_most_one_room(
+def test_an_error_in_a_notice_ends_at_most_one_room(
     closing: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, source, decode, _ = pair(closing)
-    prefill.spans = SimpleNamespace(take=breaks, end=lambda _room: None)
     bad, good = sender(prefill, ROOM), sender(prefill, 5)
     asking, other = receiver(decode, [source], ROOM), receiver(decode, [source], 5)
     with monkeypatch.context() as patch:

@@ -53,7 +53,7 @@ from kvconnect.engines.sglang.prompts import AdapterContents
 from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.engines.sglang.stats import publish_regularly
 from kvconnect.engines.sglang.tracing import make_spans
-from kvconnect.errors import ConfigError, Refused, contained, refusing
+from kvconnect.errors import ConfigError, Refused, refusing
 from kvconnect.offload.streams import DeviceFence
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.settings import Settings
@@ -155,9 +155,8 @@ class KVConnectManager(CommonKVManager):
         if not self.agent.has_news:
             return
         finished, notices = self.agent.poll()
-        with contained(_log_span_error):
-            if self.spans is not None:
-                self.spans.take(finished, notices)
+        if self.spans is not None:
+            self.spans.take(finished, notices)
         if self._sends:
             self.prefill_rooms.take(notices)
         else:
@@ -516,10 +515,6 @@ def _address(config: Settings) -> tuple[str, int]:
         fix = f"rank {runtime_context.rank_number()} would listen at port {port}; use a lower port"
         raise ConfigError("listen", config.listen, fix)
     return host, port
-
-
-def _log_span_error(error: Exception) -> None:
-    logger.error("a span of a hand-off was not recorded", exc_info=error)
 
 
 def _ids(indices: Any) -> array[int]:

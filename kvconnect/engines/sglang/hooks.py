@@ -15,7 +15,6 @@ from typing import Any
 from kvconnect.engines.sglang.bootstrap import ranks_of
 from kvconnect.engines.sglang.prompts import prompt_identity
 from kvconnect.engines.sglang.rooms import contain_room_errors
-from kvconnect.engines.sglang.tracing import context_of
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _BOOTSTRAP = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
@@ -54,7 +53,8 @@ def after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None
         if room is not None:
             room.prompt_blocks = len(req.origin_input_ids) // manager.kv_args.page_size
         if manager.spans is not None:
-            manager.spans.begin("kvconnect.hold", req.bootstrap_room, context_of(req), None)
+            parent = manager.spans.context_of(req)
+            manager.spans.begin("kvconnect.hold", req.bootstrap_room, parent, None)
 
 
 def before_pop(queue: Any, *_: Any, **__: Any) -> None:
@@ -73,7 +73,8 @@ def after_receiver(made: Any, queue: Any, *_: Any, **__: Any) -> None:
         return
     with contain_room_errors(manager.agent, receiver.bootstrap_room, receiver.give_up):
         manager.streams.forward = queue.scheduler.forward_stream
-        receiver.parent = context_of(made.req)
+        if manager.spans is not None:
+            receiver.parent = manager.spans.context_of(made.req)
         receiver.prompt = prompt_identity(made.req, queue.scheduler, manager.adapters)
 
 
