@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from kvconnect.errors import Refused
 from kvconnect.router.fleet import reports
@@ -51,12 +54,16 @@ class AskedEngine:
         model: as requests name it.
         longest: tokens of its longest prompt; 0 if it does not say.
         version: its version; "" if it does not say.
+        half: of a hand-off that a server of SGLang is, prefill or decode; else "".
+        bootstrap_port: where a prefill server of SGLang meets decode servers; 0 if it does not say.
     """
 
     name: EngineName
     model: str
     longest: int
     version: str
+    half: str = ""
+    bootstrap_port: int = 0
 
 
 @dataclass
@@ -154,15 +161,29 @@ def connect(http: HttpClient) -> EngineClient:
     name = EngineName.SGLANG if entry.get("owned_by") == "sglang" else EngineName.VLLM
     longest = entry.get("max_model_len")
     longest = longest if isinstance(longest, int) and 0 < longest < 2**40 else 0
-    return EngineClient(http, AskedEngine(name, model, longest, _version(http, name)))
+    info = AskedEngine(name, model, longest, "")
+    return EngineClient(http, replace(info, **_more_of(http, name)))
 
 
-def _version(http: HttpClient, name: EngineName) -> str:
+def _more_of(http: HttpClient, name: EngineName) -> dict[str, Any]:
+    """Return what else an engine says of itself, by the names in :class:`AskedEngine`."""
     try:
-        path = "/version" if name is EngineName.VLLM else "/server_info"
-        return reports.version_of(http.get(path))
-    except (TrialFailed, Refused):
-        return ""  # a router has none
+        answer = http.get("/version" if name is EngineName.VLLM else "/server_info")
+        told = msgspec.json.decode(answer, type=_ServerInfo)
+    except (TrialFailed, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}  # a router says nothing
+    half = told.disaggregation_mode
+    return {
+        "version": told.version,
+        "half": half if half in ("prefill", "decode") else "",
+        "bootstrap_port": told.disaggregation_bootstrap_port,
+    }
+
+
+class _ServerInfo(msgspec.Struct):
+    version: str = ""
+    disaggregation_mode: str = ""
+    disaggregation_bootstrap_port: Annotated[int, Meta(ge=0, lt=2**16)] = 0
 
 
 class _answers_of:

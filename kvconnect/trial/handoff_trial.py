@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable
@@ -30,7 +29,7 @@ _ROLES = "kv_role kv_producer for prefill and kv_consumer for decode"
 
 
 @dataclass(frozen=True)
-class Path:
+class HandoffWay:
     """How prompts are asked: three ways, with the words for their lines.
 
     Attributes:
@@ -39,6 +38,7 @@ class Path:
         control: asks another new prompt.
         words: of the three lines.
         info: of the engine that answers.
+        handoffs: how many a number of rounds makes.
     """
 
     cold: Ask
@@ -46,6 +46,7 @@ class Path:
     control: Ask
     words: tuple[str, str, str]
     info: AskedEngine
+    handoffs: Callable[[int], int]
 
 
 def run_pair(
@@ -67,14 +68,16 @@ def run_pair(
     result, size = _measure(path, maker, tokens, rounds)
     received = "handoff_received_requests_total"
 
+    expected = path.handoffs(rounds)
+
     def answered(change: Change) -> bool:
-        return sum(change.by(received, "outcome").values()) >= rounds
+        return sum(change.by(received, "outcome").values()) >= expected
 
     change = Change(before, settled(http, engine, lambda now: answered(Change(before, now))))
     problem = None if result.outputs_equal else DIFFERENT
     return replace(
         result,
-        problem=problem or _problem_of_pair(change, rounds),
+        problem=problem or _problem_of_pair(change, expected),
         figures={
             **_figures(size, rounds),
             "received": change.by(received, "outcome"),
@@ -94,13 +97,13 @@ def run_router(router: EngineClient, maker: PromptMaker, tokens: int, rounds: in
         "the same once more",
         "other new prompts of that length",
     )
-    path = Path(router.ask, router.ask, router.ask, words, router.info)
+    path = HandoffWay(router.ask, router.ask, router.ask, words, router.info, _all_of)
     before = _routed(router.http)
     result, size = _measure(path, maker, tokens, rounds)
     problem = None if result.outputs_equal else DIFFERENT
     modes: dict[str, float] = {}
     if before is not None:
-        modes = _await_routed(router.http, before, 3 * rounds)
+        modes = _await_routed(router.http, before, path.handoffs(rounds))
         if not problem and sum(n for mode, n in modes.items() if mode != Mode.PLAIN.value) < 1:
             problem = NoGain(
                 "the router handed off no prompt: a decode engine answered alone",
@@ -112,7 +115,9 @@ def run_router(router: EngineClient, maker: PromptMaker, tokens: int, rounds: in
     )
 
 
-def _measure(path: Path, maker: PromptMaker, tokens: int, rounds: int) -> tuple[TrialResult, int]:
+def _measure(
+    path: HandoffWay, maker: PromptMaker, tokens: int, rounds: int
+) -> tuple[TrialResult, int]:
     """Return times and whether tokens are equal, and the tokens of a prompt."""
     size = prompt_size(path.cold, path.info, maker, tokens)
     cold, loaded, control = [], [], []
@@ -139,7 +144,7 @@ def _measure(path: Path, maker: PromptMaker, tokens: int, rounds: int) -> tuple[
     return result, counted or size
 
 
-def _tickets(prefill: EngineClient, decode: EngineClient) -> Path:
+def _tickets(prefill: EngineClient, decode: EngineClient) -> HandoffWay:
     """vLLM: the prefill engine answers with a ticket, which the decode engine gets."""
 
     def handed_off(prompt: str) -> TrialReply:
@@ -161,12 +166,20 @@ def _tickets(prefill: EngineClient, decode: EngineClient) -> Path:
         "the same, received by the decode engine",
         "other new prompts of that length, computed by the decode engine",
     )
-    return Path(prefill.ask, handed_off, decode.ask, words, decode.info)
+    return HandoffWay(
+        prefill.ask, handed_off, decode.ask, words, decode.info, lambda rounds: rounds
+    )
 
 
-def _rooms(prefill: EngineClient, decode: EngineClient) -> Path:
+def _rooms(prefill: EngineClient, decode: EngineClient) -> HandoffWay:
     """SGLang: both servers get the prompt at once, with the room where they meet."""
-    port = _bootstrap_port(prefill.http)
+    for role, client in (("prefill", prefill), ("decode", decode)):
+        if client.info.half != role:
+            raise TrialFailed(
+                f"--{role} names a server that is no such half of a hand-off: start it with "
+                f"--disaggregation-mode {role} --disaggregation-transfer-backend kvconnect"
+            )
+    port = prefill.info.bootstrap_port
 
     def ask(prompt: str) -> TrialReply:
         room = secrets.randbelow(engine_bodies.ROOMS)
@@ -183,20 +196,10 @@ def _rooms(prefill: EngineClient, decode: EngineClient) -> Path:
         "the same once more: the prefill server has them cached",
         "other new prompts of that length",
     )
-    return Path(ask, ask, ask, words, decode.info)
+    return HandoffWay(ask, ask, ask, words, decode.info, _all_of)
 
 
-def _bootstrap_port(http: HttpClient) -> int:
-    try:
-        port = json.loads(http.get("/server_info"))["disaggregation_bootstrap_port"]
-        if isinstance(port, int) and 0 < port < 2**16:
-            return port
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise TrialFailed("the prefill server does not tell its --disaggregation-bootstrap-port")
-
-
-def _problem_of_pair(change: Change, rounds: int) -> NoGain | None:
+def _problem_of_pair(change: Change, expected: int) -> NoGain | None:
     """Return why prompts were not handed off, as the decode engine's metrics tell it."""
     if change.after.missing:
         return NoGain(
@@ -209,15 +212,20 @@ def _problem_of_pair(change: Change, rounds: int) -> NoGain | None:
             f"make KVConnect its KV connector, with {_ROLES}",
         )
     done = change.by("handoff_received_requests_total", "outcome").get("done", 0.0)
-    if done >= rounds:
+    if done >= expected:
         return None
     refused = change.by("handoff_refused_total", "field")
     failed = change.by("handoff_failures_total", "cause")
     why = named({**refused, **failed}) or "the engine counts no reason"
     return NoGain(
-        f"the decode engine received {done:.0f} of {rounds} prompts: {why}",
+        f"the decode engine received {done:.0f} of {expected} prompts: {why}",
         "its log has both sides' values; docs/failures.md explains each name",
     )
+
+
+def _all_of(rounds: int) -> int:
+    """Return the prompts of a trial: three a round, and one whose tokens are counted."""
+    return 3 * rounds + 1
 
 
 def _figures(size: int, rounds: int) -> dict[str, object]:

@@ -77,6 +77,11 @@ def run(client: EngineClient, maker: PromptMaker, tokens: int, rounds: int) -> T
     Raises:
         TrialFailed: the engine fails, is late, or answers what is no completion.
     """
+    if client.info.half:
+        raise TrialFailed(
+            f"the server is the {client.info.half} half of a hand-off: name both, with --prefill "
+            "and --decode"
+        )
     engine, http = client.info.name, client.http
     size = prompt_size(client.ask, client.info, maker, tokens)
     fresh = settled(http, engine)

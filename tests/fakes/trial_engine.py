@@ -40,6 +40,7 @@ class TrialEngine:
         counts: whether there are metrics.
         forgets: tokens differ where a prompt was loaded or received.
         computes: it computes what it was handed.
+        half: of a hand-off that a server of SGLang says it is.
         answer: sent in place of any completion.
         hang: completions are never answered while it is not set.
     """
@@ -58,6 +59,7 @@ class TrialEngine:
     answer: bytes | None = None
     drips: bool = False
     api_key: str = ""
+    half: str = "null"
     hang: threading.Event = field(default_factory=threading.Event)
     counters: Counter[str] = field(default_factory=Counter)
     prompts: list[str] = field(default_factory=list)
@@ -159,7 +161,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/metrics" and engine.counts:
             self._send(200, engine.metrics().encode())
         elif self.path in ("/version", "/server_info"):
-            self._json({"version": "0.1.2", "disaggregation_bootstrap_port": 8998})
+            told = {"version": "0.1.2", "disaggregation_mode": engine.half}
+            self._json({**told, "disaggregation_bootstrap_port": 8998})
         else:
             self._send(404, b"{}")
 

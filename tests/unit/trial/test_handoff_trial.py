@@ -48,7 +48,8 @@ def test_a_prompt_is_computed_by_one_engine_and_received_by_the_other(
 
 
 def test_servers_of_sglang_meet_in_a_room(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    prefill, decode = TrialEngine(clock, "sglang"), TrialEngine(clock, "sglang")
+    prefill = TrialEngine(clock, "sglang", half="prefill")
+    decode = TrialEngine(clock, "sglang", half="decode")
     found = try_pair(capsys, prefill, decode)
     assert found["received"] == {"done": 7}  # with the prompt that is counted
     assert sorted(prefill.prompts) == sorted(decode.prompts)
@@ -74,13 +75,19 @@ def test_a_decode_engine_that_receives_nothing_is_told_why(
 def test_engines_that_do_not_go_together_end_with_one_line(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, other = TrialEngine(clock, offloads=False), TrialEngine(clock, "sglang")
-    engine = TrialEngine(clock)
-    with serving(plain, other, engine):
-        for prefill, said in ((plain, "offers no hand-off"), (other, "must both be")):
-            assert cli.main(["try", "--prefill", prefill.url, "--decode", engine.url, *FEW]) == 1
+    plain, engine = TrialEngine(clock, offloads=False), TrialEngine(clock)
+    whole, half = (TrialEngine(clock, "sglang", half=each) for each in ("null", "decode"))
+    with serving(plain, engine, whole, half):
+        for prefill, decode, said in (
+            (plain, engine, "offers no hand-off"),
+            (half, engine, "must both be"),
+            (whole, half, "--prefill names a server that is no such half"),
+        ):
+            assert cli.main(["try", "--prefill", prefill.url, "--decode", decode.url, *FEW]) == 1
             (line,) = capsys.readouterr().out.splitlines()
             assert said in line
+        assert cli.main(["try", half.url]) == 1
+        assert "the decode half of a hand-off" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["push", "plain"])
