@@ -20,8 +20,9 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "all-benchmarks.md",
     "CHANGELOG.md": "changelog.md",
+    "kvconnect/settings/schema.json": "settings.schema.json",
 }
-"""File in the repository -> page of the site."""
+"""File in the repository -> page of the site, or a file that it serves as it is."""
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 

@@ -18,12 +18,9 @@ from kvconnect.settings.sources import read_object
 PREFIX = "KVCONNECT_ROUTER_"
 
 _GIVEN = "given_flags"
-_EITHER = {
-    "pull": "unified",
-    "unified": "pull",
-}  # one given in an earlier place rules the other out
+_EITHER = {"pull": "unified", "unified": "pull"}  # one rules out the other
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
-_OF_KUBERNETES = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+_OF_SERVICE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
 _LINK = re.compile(r"(tcp|udp|sctp)://")
 
 
@@ -88,13 +85,15 @@ def add_elsewhere(
     origins: dict[str, str] = {}
 
     def take(values: Mapping[str, Any], origin: str) -> None:
-        before = set(given)
+        before = {*given, *(other for name, other in _EITHER.items() if getattr(arguments, name))}
         for name, value in values.items():
-            if name not in before and _EITHER.get(name) not in before:
+            if name not in before:
                 place = f"{PREFIX}{name.upper()}" if origin == PREFIX else origin
                 setattr(arguments, name, _value(checker, name, value, place))
                 given.add(name)
                 origins[name] = place
+        if arguments.pull and arguments.unified:
+            raise ConfigError("unified", True, f"leave it or pull out (set in {origins['pull']})")
 
     take(_of_environment(environ, known), PREFIX)
     if path := arguments.config:
@@ -106,8 +105,8 @@ def _of_environment(environ: Mapping[str, str], known: Mapping[str, Any]) -> dic
     found = {}
     for variable, text in environ.items():
         name = variable.removeprefix(PREFIX)
-        # Kubernetes sets such variables for a service with the name kvconnect-router.
-        foreign = _OF_KUBERNETES.fullmatch(name) or (name == "PORT" and _LINK.match(text))
+        # Kubernetes sets such variables for services whose names begin with kvconnect-router.
+        foreign = _OF_SERVICE.search(name) or (name.endswith("PORT") and _LINK.match(text))
         if name != variable and not foreign:
             found[_known(name.lower(), text, known, variable)] = text
     return found
@@ -142,12 +141,12 @@ def _value(checker: _Checker, name: str, value: object, origin: str) -> Any:
         if isinstance(default, bool):
             return _switch(value)
         words = _words(value, several=isinstance(default, list))
-        return getattr(checker.parse_args(words_of(flag, words)), name)
+        return getattr(checker.parse_args(_command_line(flag, words)), name)
     except ValueError as error:
         raise ConfigError(flag, value, f"{error} (set in {origin})") from error
 
 
-def words_of(flag: str, words: Sequence[str]) -> list[str]:
+def _command_line(flag: str, words: Sequence[str]) -> list[str]:
     """Return the words of a command line that gives ``flag`` these values."""
     return [f"--{flag}={words[0]}"] if len(words) == 1 else [f"--{flag}", *words]
 

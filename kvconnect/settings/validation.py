@@ -8,7 +8,17 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 
@@ -67,7 +77,7 @@ class _Check:
 
     def struct(self, kind: type[msgspec.Struct], given: object, path: str) -> object:
         """Return a struct of ``given``, or ``_WRONG`` after noting why it cannot be made."""
-        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        if not _is_object(given):
             return self._fault(path, given, _OBJECT)
         before = len(self.faults)
         hints = types_of(kind)
@@ -112,7 +122,7 @@ class _Check:
         return found
 
     def _remote(self, value: object, path: str) -> object:
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        if not _is_object(value):
             return self._fault(path, value, _OBJECT)
         kind = value.get("kind")
         rest = {key: each for key, each in value.items() if key != "kind"}
@@ -146,6 +156,10 @@ def types_of(kind: type[msgspec.Struct]) -> dict[str, Any]:
 def is_size(hint: Any) -> bool:
     """Whether values of a field's type may be written with a unit of bytes."""
     return any(isinstance(each, Rule) and each.size for each in get_args(hint))
+
+
+def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
 
 def _is_struct(kind: Any) -> bool:

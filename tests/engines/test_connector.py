@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +114,22 @@ def test_the_layout_is_what_the_setting_says_if_attention_supports_it(
     config.cache_config = SimpleNamespace(kv_cache_layout=None)
     monkeypatch.setattr(KVConnectorFactory, "get_connector_class", lambda _: KVConnect)
     assert resolve_kv_cache_layout(config, [supported]).name == layout
+
+
+def test_the_environment_and_a_file_say_what_the_flag_leaves_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kv.yaml"
+    path.write_text("lease_s: 1\nwait_s: 1\ndeadline_s: 1\n")
+    variable = json.dumps({"config_file": str(path), "lease_s": 2, "wait_s": 2})
+    monkeypatch.setenv("KVCONNECT_CONFIG", variable)
+    config = engine_config()
+    config.kv_transfer_config.kv_connector_extra_config = {"lease_s": 3}
+    found = checked_settings(config)
+    assert (found.lease_s, found.wait_s, found.deadline_s) == (3.0, 2.0, 1.0)
+    monkeypatch.setenv("KVCONNECT_CONFIG", '{"disk": {"paht": "/x"}}')
+    with pytest.raises(ConfigError, match=r"disk\.paht='/x' .*\(set in KVCONNECT_CONFIG\)"):
+        KVConnect.requires_piecewise_for_cudagraph({})
 
 
 def test_what_is_refused_is_refused_as_soon_as_vllm_asks_for_anything() -> None:

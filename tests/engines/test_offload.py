@@ -281,6 +281,9 @@ def test_without_a_home_for_a_key_blocks_are_offloaded_and_not_handed_off(
 
 def test_a_tier_of_one_block_still_serves() -> None:
     with Server("llama", kv_transfer(host_bytes="64KiB")) as server:
+        said = [line for line in server.log.read_text().splitlines() if " on vLLM " in line]
+        (start,) = said  # one line, with what is not the default
+        assert '"host_bytes":65536' in start
         assert tokens(ask(server)) == expected("llama").fresh
         assert tokens(ask(server)) == expected("llama").fresh
         assert server.metric("vllm:kvconnect_host_blocks_capacity") == 1

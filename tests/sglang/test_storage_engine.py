@@ -53,6 +53,9 @@ def test_evicted_prompts_come_back_with_the_same_tokens() -> None:
 def test_pages_on_disk_outlive_kill_9(tmp_path: Path) -> None:
     disk = {"path": str(tmp_path), "capacity": "64MiB", "min_free": 0}
     with server(disk=disk) as running:
+        lines = running.log.read_text().splitlines()
+        (start,) = [line for line in lines if " on SGLang " in line]  # one, of the first rank
+        assert str(tmp_path) in start
         computed = ask_all(running)
         assert all(reply.found == 0 for reply in computed)
         pages = sum(length // PAGE for length in LENGTHS)

@@ -63,6 +63,7 @@ def test_a_flag_that_is_given_its_default_is_given(tmp_path: Path) -> None:
         ("--pull", {"UNIFIED": "1"}, "", False, True),
         ("", {"PULL": "true"}, "unified: true", False, True),
         ("", {"RECEIPTS": "false"}, "unified: true\nreceipts: true", True, False),
+        ("", {"UNIFIED": "false"}, "pull: true", False, True),
     ],
 )
 def test_switches(
@@ -85,9 +86,11 @@ def test_what_kubernetes_says_of_the_router_s_own_service_is_left_out() -> None:
         "SERVICE_PORT_HTTP": "8000",
         "PORT_8000_TCP": "tcp://10.0.0.1:8000",
         "PORT_8000_TCP_ADDR": "10.0.0.1",
+        "ADMIN_PORT": "tcp://10.0.0.2:8001",  # of another service, kvconnect-router-admin
+        "ADMIN_SERVICE_HOST": "10.0.0.2",
     }
     arguments, origins = found(environ=environ)
-    assert arguments.port == 8000 and origins == {}
+    assert (arguments.port, arguments.admin_port, origins) == (8000, 8001, {})
     assert found(environ={"PORT": "8001"})[0].port == 8001  # control
 
 
@@ -107,6 +110,8 @@ def test_what_kubernetes_says_of_the_router_s_own_service_is_left_out() -> None:
         ("decode: [[a]]", {}, "or a list of them"),
         ("prefill_policy: best", {}, "choose from"),
         ("config: other.yaml", {}, "one file is read"),
+        ("pull: true\nunified: true", {}, r"leave it or pull out \(set in .*yaml\)"),
+        ("", {"PULL": "1", "UNIFIED": "1"}, "leave it or pull out"),
         ("- a", {}, "name a file with an object"),
     ],
 )
