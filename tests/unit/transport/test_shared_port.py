@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import socket
+from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from kvconnect.errors import ConfigError
+from kvconnect.testing.buffers import plain_unit
+from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import ConnectedPair, Side
-from kvconnect.transport.base import PeerDown, PeerUp
+from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerDown, PeerUp
 from kvconnect.transport.tcp.shared_port import SharedPort
 from tests.links import result, side
+
+SERVICES = ("handoff", "share")
+UNIT = plain_unit(64 << 10)
 
 
 @contextmanager
@@ -93,3 +99,54 @@ def test_an_address_that_cannot_be_used_leaves_the_port_unused() -> None:
         with pytest.raises(ConfigError, match="a free port"):
             source.transport.listen(*taken.getsockname())
         assert source.transport.listen("127.0.0.1", 0)
+
+
+PATIENT = {"dead_after_s": 60.0, "silent_s": 60.0, "stall_s": 60.0, "digest": "off"}
+PAGES = 512  # 32 MiB: more than sockets hold
+
+
+@pytest.mark.parametrize("frozen", SERVICES)
+def test_a_frozen_reader_of_one_service_does_not_stop_the_other(frozen: str) -> None:
+    """Pages for it are stuck in the middle, and those for others go on."""
+    port, nbytes = SharedPort(), PAGES * UNIT.block_bytes
+    with ExitStack() as stack:
+        sources = {
+            service: stack.enter_context(side(nbytes=nbytes, port=port, service=service, **PATIENT))
+            for service in SERVICES
+        }
+        for source in sources.values():
+            address = source.transport.listen("127.0.0.1", 0)
+        proxy = stack.enter_context(FaultProxy(*address))
+        other = SERVICES[1 - SERVICES.index(frozen)]
+        stuck = stack.enter_context(side(nbytes=nbytes, service=frozen, **PATIENT))
+        live = stack.enter_context(side(service=other, **PATIENT))
+        assert isinstance(result(stuck, proxy.address), PeerUp)
+        while not sources[frozen].of(PeerUp):
+            sources[frozen].poll()
+        proxy.stall("down")
+        (up,) = sources[frozen].of(PeerUp)
+        ids = array("q", range(PAGES))
+        stuck.transport.submit(IncomingPages(stuck.of(PeerUp)[0].peer, 1, [UNIT], [(0, ids)]))
+        sources[frozen].transport.submit(OutgoingPages(up.peer, 1, 0, UNIT, 0, ids))
+        pair = ConnectedPair(live, sources[other])
+        for read_id in range(1, 11):
+            pair.check_works(read_id)
+        stuck.poll()
+        assert not stuck.of(PagesReceived) and not stuck.of(PeerDown)  # it was frozen all the time
+        proxy.clear()
+        while sum(event.count for event in stuck.of(PagesReceived)) < PAGES:
+            stuck.poll()
+
+
+def test_each_service_has_places_of_its_own() -> None:
+    port = SharedPort()
+    with (
+        side(port=port, max_peers=1) as handoff,
+        side(port=port, service="share", max_peers=1) as share,
+        side(service="share") as greedy,
+        side() as reader,
+    ):
+        handoff.transport.listen("127.0.0.1", 0)
+        pair = ConnectedPair(greedy, share)
+        assert isinstance(result(greedy, pair.address), PeerDown)  # the second one
+        pages_move(reader, handoff)
