@@ -83,7 +83,8 @@ def nixl_message(data: bytes) -> None:
 def ticket(data: bytes) -> None:
     mac = hmac.digest(KEY, b"kvconnect ticket\0" + data, hashlib.sha256)
     text = base64.urlsafe_b64encode(data + mac).decode().rstrip("=")
-    tickets.verify(text, (KEY,), NOW)
+    scope = tickets.Scope.SHARE if b"share" in data else tickets.Scope.HANDOFF
+    tickets.verify(text, (KEY,), NOW, scope=scope)
 
 
 def hints(data: bytes) -> None:
