@@ -89,12 +89,12 @@ class Process(RuleBasedStateMachine):
         assert self.address is not None
         reader = made(service)
         found = result(reader, self.address)
-        if service not in self.up:
-            assert isinstance(found, PeerDown)
+        if isinstance(found, PeerDown):
             reader.transport.close()
+            assert service not in self.up, found
             return
-        assert isinstance(found, PeerUp), found
         self.readers[service].append(reader)
+        assert service in self.up
         side = self.up[service]
         self.until(side, lambda: len(side.of(PeerUp)) >= len(self.readers[service]))
 
