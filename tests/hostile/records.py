@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
+from kvconnect.settings.stores import ValkeySettings
 from kvconnect.tiers.backends import BlockOutcome as Stored
 from kvconnect.tiers.backends.remote import RemoteStore
 from kvconnect.tiers.backends.valkey import make_valkey_store
@@ -193,7 +196,8 @@ def make(
     server: Valkey, key: bytes | None, *also: bytes, form: bytes = b"model", prefix: str = "p"
 ) -> RemoteStore:
     keys = (lambda: (key, also)) if key else None
-    return make_valkey_store(server.settings(prefix=prefix), form, keys)
+    settings = msgspec.convert(server.settings(prefix=prefix), ValkeySettings)
+    return make_valkey_store(settings, form, keys)
 
 
 def put(store: RemoteStore, keys: Sequence[bytes], rng: random.Random) -> list[bytes]:
