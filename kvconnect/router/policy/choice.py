@@ -234,7 +234,8 @@ def _choose_pair(
 ) -> RoutingChoice:
     """Return the choice among engines that all pair with one another."""
     kept = [engine for engine in group.decode if engine.index == request.keep]
-    request = request._replace(turn=group.turn)
+    if group.turn != request.turn:  # there are several groups
+        request = request._replace(turn=group.turn)
     prefill = _choose_target(group.prefill, request, Role.PREFILL, rules)
     prefill = _with_source(prefill, group.prefill, request.hits.get(Role.PREFILL, {}))
     decode = _choose_target(kept or group.decode, request, Role.DECODE, rules)
