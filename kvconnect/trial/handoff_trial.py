@@ -30,10 +30,11 @@ _ROLES = "kv_role kv_producer for prefill and kv_consumer for decode"
 
 @dataclass(frozen=True)
 class HandoffWay:
-    """How prompts are asked: three ways, with the words for their lines.
+    """How prompts are asked, with the words for three lines.
 
     Attributes:
         cold: asks a new prompt.
+        cached: asks it again where it was computed.
         handed_off: asks it again, as a hand-off.
         control: asks another new prompt.
         words: of the three lines.
@@ -42,6 +43,7 @@ class HandoffWay:
     """
 
     cold: Ask
+    cached: Ask
     handed_off: Ask
     control: Ask
     words: tuple[str, str, str]
@@ -94,10 +96,10 @@ def run_router(router: EngineClient, maker: PromptMaker, tokens: int, rounds: in
     """
     words = (
         "new prompts of {tokens} tokens through the router, median of {rounds}",
-        "the same once more",
+        "the same for the third time",
         "other new prompts of that length",
     )
-    path = HandoffWay(router.ask, router.ask, router.ask, words, router.info, _all_of)
+    path = _one_way(router.ask, words, router.info)
     before = _routed(router.http)
     result, size = _measure(path, maker, tokens, rounds)
     problem = None if result.outputs_equal else DIFFERENT
@@ -120,11 +122,13 @@ def _measure(
 ) -> tuple[TrialResult, int]:
     """Return times and whether tokens are equal, and the tokens of a prompt."""
     size = prompt_size(path.cold, path.info, maker, tokens)
-    cold, loaded, control = [], [], []
+    cold, loaded, control, equal = [], [], [], True
     for _ in range(rounds):
         prompt = maker.new(size)
         cold.append(path.cold(prompt))
+        answers = cold[-1].output, path.cached(prompt).output
         loaded.append(path.handed_off(prompt))
+        equal = equal and loaded[-1].output in answers
         control.append(path.control(maker.new(size)))
     times = [[reply.first_s for reply in replies] for replies in (cold, loaded, control)]
     counted = max(reply.prompt_tokens for reply in cold)
@@ -137,7 +141,7 @@ def _measure(
             Measurement("loaded", times[1], words[1]),
             Measurement("control", times[2], words[2]),
         ),
-        [reply.output for reply in cold] == [reply.output for reply in loaded],
+        equal,
         None,
         f"prompts were handed off, {ratio:.1f} times as fast as control",
     )
@@ -167,7 +171,13 @@ def _tickets(prefill: EngineClient, decode: EngineClient) -> HandoffWay:
         "other new prompts of that length, computed by the decode engine",
     )
     return HandoffWay(
-        prefill.ask, handed_off, decode.ask, words, decode.info, lambda rounds: rounds
+        cold=prefill.ask,
+        cached=prefill.ask,
+        handed_off=handed_off,
+        control=decode.ask,
+        words=words,
+        info=decode.info,
+        handoffs=lambda rounds: rounds,
     )
 
 
@@ -193,10 +203,10 @@ def _rooms(prefill: EngineClient, decode: EngineClient) -> HandoffWay:
 
     words = (
         "new prompts of {tokens} tokens through both servers, median of {rounds}",
-        "the same once more: the prefill server has them cached",
+        "the same for the third time: the prefill server has them cached",
         "other new prompts of that length",
     )
-    return HandoffWay(ask, ask, ask, words, decode.info, _all_of)
+    return _one_way(ask, words, decode.info)
 
 
 def _problem_of_pair(change: Change, expected: int) -> NoGain | None:
@@ -223,9 +233,17 @@ def _problem_of_pair(change: Change, expected: int) -> NoGain | None:
     )
 
 
-def _all_of(rounds: int) -> int:
-    """Return the prompts of a trial: three a round, and one whose tokens are counted."""
-    return 3 * rounds + 1
+def _one_way(ask: Ask, words: tuple[str, str, str], info: AskedEngine) -> HandoffWay:
+    """Return the way of servers that hand off every prompt: four a round, and the counted one."""
+    return HandoffWay(
+        cold=ask,
+        cached=ask,
+        handed_off=ask,
+        control=ask,
+        words=words,
+        info=info,
+        handoffs=lambda rounds: 4 * rounds + 1,
+    )
 
 
 def _figures(size: int, rounds: int) -> dict[str, object]:

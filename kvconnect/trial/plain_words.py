@@ -11,6 +11,7 @@ WORDS = (
     "room salt sand sea ship silver sky snow song star stone street summer sun table tea tower"
 )
 _CALIBRATION_WORDS = 64
+_RECALLED = 32  # words from the middle that end a prompt
 
 
 class PromptMaker:
@@ -23,15 +24,23 @@ class PromptMaker:
 
     def calibration(self) -> str:
         """Return a short prompt, to be counted by the engine."""
-        return self._words(_CALIBRATION_WORDS)
+        return " ".join(self._words(_CALIBRATION_WORDS))
 
     def calibrate(self, tokens: int) -> None:
         """Take the number of tokens that a :meth:`calibration` has."""
         self._tokens_per_word = max(tokens / _CALIBRATION_WORDS, 0.1)
 
     def new(self, tokens: int) -> str:
-        """Return a new prompt of about so many tokens."""
-        return self._words(max(1, int(tokens / self._tokens_per_word)))
+        """Return a new prompt of about so many tokens.
 
-    def _words(self, count: int) -> str:
-        return " ".join(self._chance.choices(self._all, k=count))
+        It ends by repeating words from its middle. So a model knows what comes next, and from KV of
+        the middle; of words at random, the slightest rounding would decide.
+        """
+        words = self._words(max(1, int(tokens / self._tokens_per_word)))
+        if len(words) > 2 * _RECALLED:
+            middle = len(words) // 2 - _RECALLED
+            words[-_RECALLED:] = words[middle : middle + _RECALLED]
+        return " ".join(words)
+
+    def _words(self, count: int) -> list[str]:
+        return self._chance.choices(self._all, k=count)

@@ -63,7 +63,7 @@ def test_a_pair_hands_off_directly_and_through_a_router(tried: Any) -> None:
         with Router(prefill=[p], decode=[d]) as router:
             code, found = tried("--router", router.url)
         assert (code, found["problem"]) == (0, "")
-        assert sum(found["modes"].values()) == 7  # with the prompt that is counted
+        assert sum(found["modes"].values()) == 9  # with the prompt that is counted
         assert not found["modes"].get("plain")
         # Control: the other way round, nobody hands off.
         assert cli.main(["try", "--prefill", d.url, "--decode", p.url, *FLAGS]) == 1

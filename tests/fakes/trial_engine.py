@@ -39,6 +39,7 @@ class TrialEngine:
         resets: whether the device's cache can be emptied by a request.
         counts: whether there are metrics.
         forgets: tokens differ where a prompt was loaded or received.
+        rounds: tokens differ where a prompt was not computed whole, as in half precision.
         computes: it computes what it was handed.
         half: of a hand-off that a server of SGLang says it is.
         answer: sent in place of any completion.
@@ -51,6 +52,7 @@ class TrialEngine:
     resets: bool = True
     counts: bool = True
     forgets: bool = False
+    rounds: bool = False
     computes: bool = False
     host_tokens: int = 100_000
     device_tokens: int = 8192
@@ -88,7 +90,8 @@ class TrialEngine:
                 self.counters["received"] += 1
             self._keep(prompt, tokens)
             wrong = self.forgets and source in ("host", "handoff")
-            seed = zlib.crc32(prompt.encode()) + wrong
+            rounded = self.rounds and source != "computed"
+            seed = zlib.crc32(prompt.encode()) + 2 * wrong + rounded
             return [(seed + 7 * n) % 2000 for n in range(4)], tokens, whole, source
 
     def _source(self, prompt: str, received: bool) -> str:

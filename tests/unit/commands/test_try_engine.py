@@ -75,6 +75,7 @@ def test_prompts_fit_the_engine_and_none_is_another_ones(
 
 BAD = {
     "other tokens": ({"forgets": True}, "the tokens differ"),
+    "others still": ({"forgets": True, "rounds": True}, "the tokens differ"),
     "no connector": ({"offloads": False}, "runs without KVConnect"),
     "no metrics": ({"offloads": False, "counts": False}, "metrics cannot be read"),
     "slow loads": ({"load_s": 2.0}, "loading took as long as computing"),
@@ -102,6 +103,13 @@ def test_an_engine_that_gains_nothing_is_told_why(
     assert said in found["problem"]
     assert found["fix"]
     assert found["tokens_equal"] is (said != "the tokens differ")
+
+
+def test_rounding_that_the_device_shows_too_is_no_difference(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(engine := TrialEngine(clock, rounds=True)):
+        assert try_json(capsys, engine.url)["tokens_equal"]
 
 
 def test_a_gain_without_metrics_is_still_a_gain(

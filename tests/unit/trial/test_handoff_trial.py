@@ -51,7 +51,7 @@ def test_servers_of_sglang_meet_in_a_room(clock: Clock, capsys: pytest.CaptureFi
     prefill = TrialEngine(clock, "sglang", half="prefill")
     decode = TrialEngine(clock, "sglang", half="decode")
     found = try_pair(capsys, prefill, decode)
-    assert found["received"] == {"done": 7}  # with the prompt that is counted
+    assert found["received"] == {"done": 9}  # with the prompt that is counted
     assert sorted(prefill.prompts) == sorted(decode.prompts)
 
 
@@ -103,7 +103,7 @@ def test_a_router_says_how_it_answered(
     with serving(router):
         code = cli.main(["try", "--router", router.url, *FEW])
     found = json.loads(capsys.readouterr().out)
-    assert found["modes"] == {mode: 7}  # with the prompt that is counted
+    assert found["modes"] == {mode: 9}  # with the prompt that is counted
     assert (code, "handed off no prompt" in found["problem"]) == (
         (0, False) if mode == "push" else (1, True)
     )
