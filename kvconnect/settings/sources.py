@@ -21,6 +21,9 @@ VARIABLE = "KVCONNECT_CONFIG"
 _FILE = "config_file"
 _MOST_BYTES = 1 << 20
 
+# YAML's loader raises any of these for tags whose values do not fit, such as ``!!bool x``.
+_DECODING = (ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError)
+
 
 class FoundSettings(NamedTuple):
     """Checked settings, and where each that was given comes from; the others are defaults."""
@@ -69,7 +72,7 @@ def read_object(field: str, path: str) -> dict[str, Any]:
         found: dict[str, Any] | None = decoder.decode(text, type=dict[str, Any] | None)
     except ImportError as error:
         raise ConfigError(field, path, "install PyYAML, or write the file as JSON") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, *_DECODING) as error:
         fix = f"name a file with an object: {_why(error)}"
         raise ConfigError(field, path, fix) from error
     return found or {}

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError
 from kvconnect.settings import Settings, find_settings
@@ -90,6 +92,12 @@ def test_files_are_json_or_yaml(name: str, text: str, tmp_path: Path) -> None:
         ("kv.yaml", "1: 2\n", "name a file with an object"),
         ("kv.yaml", "when: 2001-99-99\n", "name a file with an object"),
         ("kv.yaml", "!!python/object:os.system {}\n", "name a file with an object"),
+        *(
+            ("kv.yaml", f"a: !!{tag}", "name a file with an object")
+            for tag in ("int ''", "float ''", "bool x", "timestamp x", "int x", "map x", "omap 1")
+        ),
+        ("kv.yaml", "? [a]\n: b\n", "name a file with an object"),
+        ("kv.yaml", "a: &a [*a]\n", "unknown setting"),
         ("kv.json", "[" * 100_000, "name a file with an object"),
         ("kv.json", '{"a": "' + "x" * (1 << 20) + '"}', "more than 1 MiB"),
         ("kv.json", '{"config_file": "/etc/other.json"}', "leave it out of .*: one file is read"),
@@ -100,6 +108,21 @@ def test_files_that_cannot_be_used(name: str, text: str, words: str, tmp_path: P
     with pytest.raises(ConfigError, match=words) as caught:
         find_settings({"config_file": written(tmp_path, text, name)}, {})
     assert "\n" not in str(caught.value)
+
+
+YAML = st.text(alphabet="abc:-[]{}!&*?|>'\"#% \n\t019.~<=@`\x00\u2028", max_size=40)
+
+
+@given(name=st.sampled_from(["kv.json", "kv.yaml"]), text=YAML | st.text() | st.just("!!int ''"))
+def test_whatever_a_file_holds_is_settings_or_one_error(
+    tmp_path_factory: pytest.TempPathFactory, name: str, text: str
+) -> None:
+    path = tmp_path_factory.mktemp("any") / name
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        find_settings({"config_file": str(path)}, {})
+    except ConfigError as error:
+        assert "\n" not in str(error)
 
 
 def test_a_file_that_is_not_there() -> None:
