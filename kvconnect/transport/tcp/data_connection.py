@@ -105,7 +105,8 @@ class DataConnection:
                     return
                 order, count = frame.request.order, len(frame.ids)
                 if order.fence:
-                    order.fence.wait()
+                    with self._queue.at_fence():
+                        order.fence.wait()
                 nbytes = count * order.unit.block_bytes
                 header = FrameHeader(
                     sequence, order.read_id, order.number, frame.first, count, nbytes, period

@@ -10,7 +10,7 @@ sharing."""
 
 
 class FramePriority:
-    """Frames of hand-offs that are queued or being sent, for the frames that wait for them.
+    """Frames of hand-offs that are being sent or can be, for the frames that wait for them.
     Thread-safe."""
 
     def __init__(self) -> None:

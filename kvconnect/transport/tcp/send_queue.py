@@ -103,6 +103,7 @@ class SendQueue:
         self._waits_for = None if first else priority
         self._counts_in = priority if first else None
         self._sending = 0  # frames
+        self._fenced = 0  # of these, those that wait for their fences
         self._counted = 0  # of ``priority``, as of the last change
 
     def submit(self, order: IncomingPages | OutgoingPages) -> None:
@@ -192,10 +193,25 @@ class SendQueue:
             waits_for.wait()
             waits_for = None
 
+    @contextmanager
+    def at_fence(self) -> Iterator[None]:
+        """Inside the ``with``, a frame that was taken waits for its fence. It does not count, nor
+        do those behind it, whose fences are later ones: nobody waits for the device."""
+        with self._changed:
+            self._fenced += 1
+            self._count()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._fenced -= 1
+                self._count()
+
     def _count(self) -> None:
-        """Tell ``priority`` how many frames are queued or being sent."""
+        """Tell ``priority`` how many frames are being sent, or can be."""
         if self._counts_in is not None:
-            frames = len(self._queue) + self._sending
+            queued = 0 if self._fenced else len(self._queue)
+            frames = queued + self._sending - self._fenced
             self._counts_in.add(frames - self._counted)
             self._counted = frames
 

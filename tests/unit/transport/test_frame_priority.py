@@ -11,14 +11,28 @@ from typing import Any
 import pytest
 
 from kvconnect.testing.buffers import plain_unit
+from kvconnect.testing.transport import ConnectedPair
 from kvconnect.transport.base import OutgoingPages, PeerId
 from kvconnect.transport.event_queue import EventQueue
 from kvconnect.transport.tcp import frame_priority
 from kvconnect.transport.tcp.frame_priority import FramePriority
 from kvconnect.transport.tcp.send_queue import MIN_FRAME_BYTES, SendQueue, StallWatchdog
+from kvconnect.transport.tcp.shared_port import SharedPort
+from tests.links import side
 
 PEER = PeerId(1)
 UNIT = plain_unit(1 << 20)
+
+
+class HeldFence:
+    """A fence that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.waited, self.passed = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.waited.set()
+        self.passed.wait(60)
 
 
 def queue(priority: FramePriority | None, *, first: bool) -> SendQueue:
@@ -116,6 +130,33 @@ def test_frames_count_until_they_are_sent_or_dropped(end: str) -> None:
             handoff.close()
             assert priority._frames == 1
     assert priority._frames == 0
+
+
+def test_frames_that_wait_for_the_device_do_not_count() -> None:
+    priority = FramePriority()
+    handoff = queue(priority, first=True)
+    handoff.submit(pages(1))
+    handoff.submit(pages(2))
+    with handoff.next_frame():
+        with handoff.at_fence():
+            assert priority._frames == 0  # a shared frame may go meanwhile
+        assert priority._frames == 2
+    assert priority._frames == 1
+
+
+def test_a_data_connection_waits_for_a_fence_without_counting() -> None:
+    """Pages of a hand-off whose fence has not passed do not hold shared pages up."""
+    port, fence = SharedPort(), HeldFence()
+    with side(port=port) as source, side() as reader:
+        pair = ConnectedPair(reader, source)
+        unit = plain_unit(64)
+        pair.expect(1, [unit], [[0]])
+        peer = pair.of_source
+        source.transport.submit(OutgoingPages(peer, 1, 0, unit, 0, array("q", [1]), fence))
+        until(fence.waited.is_set)
+        until(lambda: not port.priority._frames)
+        fence.passed.set()
+        pair.until(lambda: pair.arrived(1), "the page")
 
 
 def test_shared_frames_are_small_beside_hand_offs() -> None:
