@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -67,6 +68,10 @@ class StubDriver:
         """Let copies reach some memory of this process."""
         self.library.stub_device_memory(ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
+    def reach_everything(self) -> None:
+        """Let copies reach all memory of this process."""
+        self.library.stub_reach_everything()
+
     def limit_locked(self, nbytes: int) -> None:
         """Refuse to page-lock more than so many bytes."""
         self.library.stub_limit_locked(ctypes.c_size_t(nbytes))
@@ -110,12 +115,15 @@ class StubDriver:
         """Give kernels handles, and run them on the CPU when they are launched."""
         self.kernels = {name: number for number, name in enumerate(names, start=1)}
         by_handle = {number: name for name, number in self.kernels.items()}
-        library = host_library()
+        library, one_at_a_time = host_library(), threading.Lock()  # threads share its fibers
 
         def run(handle: int, grid: int, threads: int, arguments: object) -> int:
             name = by_handle[handle]
             self.launches.append(name)
-            return int(library.run(name.encode(), min(grid, 2), min(threads, 128), 0, arguments))
+            with one_at_a_time:
+                return int(
+                    library.run(name.encode(), min(grid, 2), min(threads, 128), 0, arguments)
+                )
 
         kept: Callable[..., int] = _LAUNCHED(run)
         self._kept.append(kept)

@@ -7,7 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -81,10 +81,11 @@ def test_a_store_is_hashed_beside_its_copy() -> None:
     streams = CudaStreams(DEVICE)
     copied, hashed = list[torch.cuda.Event](), list[torch.cuda.Event]()
     busy()
-    fence: Any = streams.fence()
+    fence, passed = streams.fence(), torch.cuda.Event(blocking=True)
+    passed.record()
     flight = streams.launch(STORE, fence, recorder(copied, busy), recorder(hashed, nothing))
     hashed[0].synchronize()
-    assert fence.query() and not copied[0].query()  # it waits for the fence and no longer
+    assert passed.query() and not copied[0].query()  # it waits for the fence and no longer
     flight.wait()
     assert copied[0].query()
 
@@ -185,4 +186,6 @@ def test_every_thread_that_copies_is_in_torchs_context(
     worker.ended(1)
     waiters = {"kvconnect-await-gpu-to-cpu", "kvconnect-await-cpu-to-gpu"}
     assert seen.keys() == {"kvconnect-copy"} | waiters
-    assert set.union(*seen.values()) == {current()} and current()
+    # torch makes the first device's context no thread's own; calls of ours enter it and leave it.
+    assert set.union(*seen.values()) <= {0, current()} and current()
+    assert seen["kvconnect-copy"] == {current()}
