@@ -21,10 +21,7 @@ xxhash = pytest.importorskip("xxhash")
 pytest.importorskip("cupy")
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
-from kvconnect.copy import (
-    cuda,
-    open_driver,
-)
+from kvconnect.copy import cuda, open_driver  # noqa: E402
 from kvconnect.copy import driver as cuda_driver  # noqa: E402
 from kvconnect.copy.calibration import PAGES, CopyThreshold, measure  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier, sample_move  # noqa: E402

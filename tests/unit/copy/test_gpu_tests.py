@@ -1,4 +1,4 @@
-"""The bodies of ``tests/gpu`` run on a pretended device, so that the first GPU meets no slip in them.
+"""The bodies of ``tests/gpu`` run on a pretended device, so that no GPU meets a slip in them.
 
 A test that cannot hold there is listed with the reason. It must fail there: one that holds is none
 of these.
@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[3]
+STREAMS = "test_cuda_streams."
 AT_ONCE = "work that was submitted is over, so nothing is seen to wait"
 FAIL = {
     "test_cuda_context.test_a_refused_page_lock_breaks_nothing_that_follows": "no CUDA runtime",
@@ -24,11 +25,11 @@ FAIL = {
     "test_cuda_copy.test_a_copy_waits_for_its_fence_and_for_nothing_else[dma]": AT_ONCE,
     "test_cuda_copy.test_a_copy_waits_for_its_fence_and_for_nothing_else[kernel]": AT_ONCE,
     "test_cuda_executor.test_the_device_waits_for_each_layer_of_a_synchronous_load": AT_ONCE,
-    "test_cuda_streams.test_a_store_follows_the_stream_that_its_fence_was_taken_on": AT_ONCE,
-    "test_cuda_streams.test_a_store_is_hashed_beside_its_copy": AT_ONCE,
-    "test_cuda_streams.test_a_digest_delays_no_later_copy[CPU_to_GPU]": AT_ONCE,
-    "test_cuda_streams.test_a_digest_delays_no_later_copy[GPU_to_CPU]": AT_ONCE,
-    "test_cuda_streams.test_a_captured_forward_reads_what_was_loaded_before_its_replay": "no graphs",
+    f"{STREAMS}test_a_store_follows_the_stream_that_its_fence_was_taken_on": AT_ONCE,
+    f"{STREAMS}test_a_store_is_hashed_beside_its_copy": AT_ONCE,
+    f"{STREAMS}test_a_digest_delays_no_later_copy[CPU_to_GPU]": AT_ONCE,
+    f"{STREAMS}test_a_digest_delays_no_later_copy[GPU_to_CPU]": AT_ONCE,
+    f"{STREAMS}test_a_captured_forward_reads_what_was_loaded_before_its_replay": "no graphs",
     "test_handoff_staging.test_each_layer_can_be_read_behind_its_own_fence": AT_ONCE,
 }
 """Tests whose bodies run up to what no device in host memory can show."""
