@@ -42,6 +42,7 @@ class TrialEngine:
         rounds: tokens differ where a prompt was not computed whole, as in half precision.
         computes: it computes what it was handed.
         half: of a hand-off that a server of SGLang says it is.
+        most: answers; then it only fails, and counts what it has ``refused``.
         answer: sent in place of any completion.
         hang: completions are never answered while it is not set.
     """
@@ -62,6 +63,8 @@ class TrialEngine:
     drips: bool = False
     api_key: str = ""
     half: str = "null"
+    most: int = 1 << 30
+    refused: int = 0
     hang: threading.Event = field(default_factory=threading.Event)
     counters: Counter[str] = field(default_factory=Counter)
     prompts: list[str] = field(default_factory=list)
@@ -177,6 +180,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"success": True})
         elif self.path in ("/v1/completions", "/generate"):
             engine.hang.wait(60)
+            if len(engine.prompts) >= engine.most:
+                engine.refused += 1
+                self._send(500, b"out of memory")
+                return
             if engine.answer is not None:
                 self._send(200, engine.answer)
             else:

@@ -152,6 +152,18 @@ def test_what_is_no_engine_ends_with_one_line(
         assert "no whole answer in 1 s" in line
 
 
+def test_an_engine_that_fails_while_its_cache_is_filled_is_asked_no_more(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = TrialEngine(clock, resets=False, device_tokens=1 << 17, longest=256, most=20)
+    with serving(engine):
+        assert cli.main(["try", engine.url, *FEW]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "answered 500: out of memory" in line
+    assert len(engine.prompts) == 20
+    assert engine.refused <= 50  # of more than 600 that would fill it
+
+
 def test_nobody_at_the_address_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["try", "http://127.0.0.1:1"]) == 1
     (line,) = capsys.readouterr().out.splitlines()
