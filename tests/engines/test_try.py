@@ -11,11 +11,14 @@ import pytest
 from kvconnect import cli
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import pair
+from tests.engines.scenario import ONE_STEP_AT_A_TIME
 from tests.engines.server import Router, Server, kv_transfer
 
 TOKENS = 640
 FLAGS = ("--tokens", str(TOKENS), "--rounds", "2", "--json")
 BLOCKS = 96
+HOST = "256MiB"
+FAULTY = "tests.engines.faulty"
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def tried(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
 @pytest.mark.parametrize("dev_mode", ["1", "0"])
 def test_an_engine_that_offloads_gains(tried: Any, dev_mode: str) -> None:
     env = {"VLLM_SERVER_DEV_MODE": dev_mode}
-    with Server("llama", kv_transfer(host_bytes="256MiB"), blocks=BLOCKS, env=env) as server:
+    with Server("llama", kv_transfer(host_bytes=HOST), blocks=BLOCKS, env=env) as server:
         code, found = tried(server.url)
     assert (code, found["problem"]) == (0, "")
     assert found["tokens_equal"]
@@ -54,6 +57,15 @@ def test_an_engine_that_gains_nothing_says_why(tried: Any) -> None:
         code, found = tried(server.url)
     assert code == 1
     assert "host memory had evicted the prompts too" in found["problem"]
+
+
+def test_wrong_blocks_are_seen_by_their_tokens(tried: Any) -> None:
+    """Layers that nobody waits for."""
+    connector = kv_transfer("NobodyWaits", FAULTY, host_bytes=HOST, sync_load_bytes=HOST)
+    with Server("llama", connector, blocks=BLOCKS, args=ONE_STEP_AT_A_TIME) as server:
+        code, found = tried(server.url)
+    assert (code, found["tokens_equal"]) == (1, False)
+    assert "the tokens differ" in found["problem"]
 
 
 def test_a_pair_hands_off_directly_and_through_a_router(tried: Any) -> None:
