@@ -22,6 +22,7 @@ from kvconnect.trial.verdicts import OffloadEvidence, problem_of_offload
 from kvconnect.types import TransferType
 
 _SHORTEST = 64  # tokens of a prompt that can show anything
+_MOST_COUNTED = 0.9  # of the tokens that were sent; a prompt's last block is computed
 _ROOM = 0.9  # of the longest prompt, since words are not of one length
 
 
@@ -104,7 +105,15 @@ def run(client: EngineClient, maker: PromptMaker, tokens: int, rounds: int) -> T
     for prompt in prompts:
         loaded.append(client.ask(prompt))
         control.append(client.ask(maker.new(size)))
-    after = settled(http, engine, lambda now: _looked_up(now, before) >= 2 * rounds)
+    sent = sum(reply.prompt_tokens for reply in loaded)
+
+    def counted(now: Counters) -> bool:
+        """Say whether all is counted: engines publish counts later than answers."""
+        change = Change(before, now)
+        hits = sum(change.by("hit_tokens_total", "tier").values())
+        return change.total("lookups_total") >= 2 * rounds and hits >= sent * _MOST_COUNTED
+
+    after = settled(http, engine, counted)
     stores, loads = Change(fresh, stored), Change(before, after)
     asked = _Asked(cold, cached, loaded, control, stores, loads, evicted_by)
     return _result(client.info, asked)
@@ -151,10 +160,6 @@ def _result(info: AskedEngine, asked: _Asked) -> TrialResult:
             "load_bytes_per_s": _rate(asked.reloaded),
         },
     )
-
-
-def _looked_up(now: Counters, before: Counters) -> float:
-    return now.total("lookups_total") - before.total("lookups_total")
 
 
 def _rate(change: Change) -> int:
