@@ -76,9 +76,10 @@ def threads() -> set[str]:
 def threads_after_close() -> set[str]:
     """Return the threads that do not end. A thread's last act, such as to log why it died, comes
     after it has told its owner."""
+    end = time.monotonic() + 20
     for thread in threading.enumerate():
         if "kvconnect" in thread.name:
-            thread.join(20)
+            thread.join(max(0.0, end - time.monotonic()))
     return threads()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -328,11 +328,14 @@ def check_close(subject: Subject) -> None:
     """A closed store answers ``UNAVAILABLE``; it may be closed twice, and while it is used."""
     blocks = _blocks([50_000] * 4)
     answers: list[BlockOutcome] = []
-    with subject.open() as store:
+    given_up = threading.Event()
+    with ExitStack() as stack:
+        store = stack.enter_context(subject.open())
+        stack.callback(given_up.set)
         _all_ok(put(store, blocks), "put")
 
         def work() -> None:
-            while BlockOutcome.UNAVAILABLE not in answers:
+            while BlockOutcome.UNAVAILABLE not in answers and not given_up.is_set():
                 answers.extend(put(store, blocks))
                 answers.extend(x for x in get(store, _sizes(blocks)) if isinstance(x, BlockOutcome))
 

@@ -94,6 +94,9 @@ class Engine:
         slots = range(first_slot, first_slot + len(numbers))
         return self.store.get([key(n) for n in numbers], [self.host.view(slot) for slot in slots])
 
+    def close(self) -> None:
+        self.store.close()
+
     def sources(self: E, count: int) -> E:
         """Wait until as many sources can be asked."""
         until(lambda: len(self.agent.reader.sources) == count)
@@ -113,6 +116,6 @@ def engines(*made: Callable[[], E]) -> Iterator[list[E]]:
         found = []
         for make in made:
             engine = make()
-            stack.callback(engine.store.close)
+            stack.callback(engine.close)
             found.append(engine)
         yield found

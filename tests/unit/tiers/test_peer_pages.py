@@ -85,6 +85,9 @@ class Paged(Engine):
         self.request = self.named(PROMPT)
         self.jobs = 0
 
+    def close(self) -> None:
+        self.worker.close()  # and the store
+
     def named(self, tokens: Sequence[int]) -> LookupRequest:
         """A request's blocks, whose hashes are their numbers."""
         names = page_names(tokens, self.size)
