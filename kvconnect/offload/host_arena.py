@@ -125,13 +125,13 @@ class HostArena:
         if self._pinned:
             return True
         self._context = CudaContext(torch.cuda.current_device())
-        if not self._context.reaches_host_addresses:
-            logger.warning(
-                "host tier: the device reaches page-locked memory at other addresses (WSL2, some "
-                "virtual GPUs), so none is page-locked, and copies are slower"
-            )
-            return False
         try:
+            if not self._context.reaches_host_addresses:
+                logger.warning(
+                    "host tier: the device reaches page-locked memory at other addresses (WSL2, "
+                    "some virtual GPUs), so none is page-locked, and copies are slower"
+                )
+                return False
             self._pin_pieces(self._context)
         except TransferFailed as error:
             logger.warning(

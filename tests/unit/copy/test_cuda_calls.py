@@ -368,6 +368,16 @@ def test_nothing_is_locked_that_the_device_reaches_elsewhere(
     store.close()
 
 
+def test_a_device_that_does_not_say_how_it_reaches_memory_gets_no_page_lock(
+    stub: StubDriver, store: HostArena
+) -> None:
+    stub.refuse("cuDeviceGetAttribute", 1)
+    assert not store.pin()
+    assert stub.locked == 0
+    assert store.pin()  # the control: the next call is answered
+    store.close()
+
+
 def test_closing_on_a_lost_device_is_quiet(stub: StubDriver, store: HostArena) -> None:
     assert store.pin()
     stub.lose_device(LOST)
