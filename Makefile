@@ -126,7 +126,7 @@ gpu:
 	    --editable ".[cuda$$($$python scripts/gpu_run cuda)]" || exit 1; \
 	  python=$(GPU_PYTHON); \
 	fi; \
-	$$python scripts/gpu_run a $$pieces --limit 3600
+	$$python scripts/gpu_run a $$pieces --out build/gpu --limit 3600
 
 outside: $(READY) $(SGLANG_READY) $(PEERS_READY)
 	@python -m tests.outside $(OUTSIDE_ARGS)

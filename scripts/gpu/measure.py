@@ -1,7 +1,8 @@
 """Measures one part of the benchmark of copies: python -m scripts.gpu.measure PART [--dry]
 
-Parts are those of ``benchmarks/copy_cuda.py``, and "calibration", which chooses between kernel and
-DMA. With ``--dry``, the same code runs over host memory with few bytes.
+Parts are those of ``benchmarks/copy_cuda.py``, "page-<size>" for each of its pages, and
+"calibration", which chooses between kernel and DMA. With ``--dry``, the same code runs over host
+memory with few bytes.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks import copy_cuda
-from kvconnect.copy.calibration import measure
+from kvconnect.copy import calibration
 from kvconnect.copy.cuda import sample_move
 
 if TYPE_CHECKING:
     from kvconnect.copy.driver import Driver
 
 ROUNDS, DRY_ROUNDS = 9, 1
+PAGE = "page-"
 
 
 def calibrate(driver: Driver) -> dict[str, object]:
-    found = measure(driver, sample_move(driver))
+    found = calibration.measure(driver, sample_move(driver))
     return {
         "driver": driver.name,
         "kernels_unavailable_reason": driver.kernels_unavailable_reason,
@@ -34,12 +36,11 @@ def calibrate(driver: Driver) -> dict[str, object]:
     }
 
 
-def measure_pages(bench: copy_cuda.CudaBench, rounds: int) -> dict[str, float]:
-    """Measure every size of page; print what there is so far, in case that time runs out."""
-    figures: dict[str, float] = {}
-    for name in copy_cuda.PAGES:
-        figures |= copy_cuda.measure_page(bench, name, rounds)
-        print(json.dumps(figures), flush=True)
+def measure(part: str, rounds: int) -> dict[str, float]:
+    bench = copy_cuda.CudaBench(0)
+    if part.startswith(PAGE):
+        return copy_cuda.measure_page(bench, part.removeprefix(PAGE), rounds)
+    figures: dict[str, float] = getattr(copy_cuda, f"measure_{part}")(bench, rounds)
     return figures
 
 
@@ -61,8 +62,7 @@ def main() -> int:
         if part == "calibration":
             figures = calibrate(copy_cuda.open_driver(torch.device("cuda")))
         else:
-            work = measure_pages if part == "pages" else getattr(copy_cuda, f"measure_{part}")
-            figures = work(copy_cuda.CudaBench(0), rounds)
+            figures = measure(part, rounds)
     print(json.dumps(figures), flush=True)
     return int(not figures)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -10,8 +11,14 @@ from scripts.gpu.steps import Step
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = ROOT / "benchmarks" / "copy_cuda.py"
-TEST_LIMITS_S = {"test_cuda_copy": 240.0}
+TEST_LIMITS_S = {"test_cuda_copy": 120.0, "test_sanitizer": 240.0}
 TEST_LIMIT_S, ENGINE_LIMIT_S, MEASURE_LIMIT_S = 90.0, 510.0, 120.0
+DESCRIPTORS_LIMIT_S = 20.0
+FIRST = ("executor", "interference")
+"""What matters most is measured first, in case that time runs out."""
+
+NEEDS_ENGINE = 'find_spec("vllm")'
+"""What the tests have in common that skip without an engine."""
 
 
 def python(module: str, *arguments: str) -> tuple[str, ...]:
@@ -29,7 +36,7 @@ def test_files() -> list[Path]:
 
 
 def needs_engine(path: Path) -> bool:
-    return path.stem.startswith("test_vllm")
+    return NEEDS_ENGINE in path.read_text()
 
 
 def test_step(path: Path) -> Step:
@@ -39,8 +46,9 @@ def test_step(path: Path) -> Step:
 
 
 def copies() -> list[Step]:
-    """Phase A: the machine, the tests of ``tests/gpu`` by file, the figures of the copies."""
-    tests = [test_step(path) for path in test_files() if not needs_engine(path)]
+    """Phase A: the machine, the figures of the copies, the tests of ``tests/gpu`` by file."""
+    files = [path for path in test_files() if not needs_engine(path)]
+    files.sort(key=lambda path: path.stem == "test_sanitizer")  # last: it takes minutes
     measured = [
         with_dry(f"copies-{part}", MEASURE_LIMIT_S, "scripts.gpu.measure", part)
         for part in benchmark_parts(BENCHMARK.read_text())
@@ -48,9 +56,10 @@ def copies() -> list[Step]:
     return [
         with_dry("probe", 60.0, "scripts.gpu.probe"),
         Step("build", python("scripts.gpu.build"), 150.0),
-        *tests,
+        with_dry("descriptors", DESCRIPTORS_LIMIT_S, "scripts.gpu.descriptors"),
         with_dry("copies-calibration", 60.0, "scripts.gpu.measure", "calibration"),
         *measured,
+        *map(test_step, files),
     ]
 
 
@@ -64,11 +73,15 @@ def engine() -> list[Step]:
 
 def benchmark_parts(text: str) -> list[str]:
     """Return the parts that ``copy_cuda.py`` can measure by themselves: the functions
-    ``measure_<part>(bench, rounds)``; ``measure_page`` counts as the part "pages"."""
-    parts = []
+    ``measure_<part>(bench, rounds)``, and each of its pages. Large pages come first, since they
+    make the fewest copies of a batch: what a driver cannot take costs only the smaller ones."""
+    parts, pages = [], []
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("measure_"):
             arguments = [argument.arg for argument in node.args.args]
             if arguments == ["bench", "rounds"]:
                 parts.append(node.name.removeprefix("measure_"))
-    return ["pages", *parts]
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PAGES":
+            pages = re.findall(r"'(\w+)':", ast.unparse(node.value))
+    others = [part for part in parts if part not in FIRST]
+    return [*FIRST, *(f"page-{name}" for name in reversed(pages)), *others]

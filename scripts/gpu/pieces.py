@@ -42,11 +42,9 @@ def requirements(names: tuple[str, ...]) -> list[str]:
     return [by_name.get(name, name) for name in names]
 
 
-def build_extension(python: str | None, folder: Path) -> str:
+def build_extension(python: str, folder: Path) -> str:
     """Build the C extension into ``folder`` with an interpreter of the GPU machine's version;
     return what became of it."""
-    if python is None:
-        return "not built: without --python; the GPU machine builds it if it has a C compiler"
     command = [python, "setup.py", "-q", "build_ext", f"--build-lib={folder}"]
     with tempfile.TemporaryDirectory() as scratch:
         download(["setuptools"], Path(scratch))
@@ -101,7 +99,7 @@ class Contents:
     """What to pack. ``python``: an interpreter to build the C extension with. ``have``: packages
     that the GPU machine has. ``wheel``: of vLLM, instead of downloading it."""
 
-    python: str | None = None
+    python: str
     with_engine: bool = False
     architecture: int = 90
     have: frozenset[str] = frozenset()

@@ -72,6 +72,7 @@ def main() -> int:
             patches = stack.enter_context(pytest.MonkeyPatch.context())
             StubDriver(patches)
             patches.setattr("torch.cuda.current_device", lambda: 0)
+        context = cuda.CudaContext(0)
         figures = {
             "python": platform.python_version(),
             "cores": os.cpu_count(),
@@ -79,7 +80,8 @@ def main() -> int:
             "compute_sanitizer": shutil.which("compute-sanitizer"),
             **device(),
             **packages(),
-            "cuda": cuda.CudaContext(0).version,
+            "cuda": context.version,
+            "reaches_host_addresses": context.reaches_host_addresses,
             **page_lock(DRY_BYTES if dry else LOCKED_BYTES),
         }
     print(json.dumps(figures), flush=True)

@@ -182,7 +182,7 @@ def _cupy(stub: StubDriver) -> ModuleType:
     return cupy  # type: ignore[no-any-return]
 
 
-def _pretend(patch: pytest.MonkeyPatch) -> None:
+def _patch_torch(patch: pytest.MonkeyPatch) -> None:
     """Replace what tests and product use of torch."""
     patch.setattr(torch.Tensor, "device", property(lambda t: DEVICE if _is_here(t) else HOST))
     patch.setattr(torch.Tensor, "is_cuda", property(_is_here))
@@ -221,11 +221,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Pretend until pytest ends."""
     patch = pytest.MonkeyPatch()
     config.add_cleanup(patch.undo)
+    pretend(patch)
+
+
+def pretend(patch: pytest.MonkeyPatch) -> None:
+    """Pretend for as long as ``patch`` says."""
     stub = StubDriver(patch)
     stub.reach_everything()
     stub.run_kernels(list(kernels.KERNELS))
     patch.setitem(sys.modules, "cupy", _cupy(stub))
-    _pretend(patch)
+    _patch_torch(patch)
     cuda.CudaContext(0).enter()  # as torch does in the thread that uses it first
     lock, unlock = cuda.CudaContext.lock, cuda.CudaContext.unlock
 

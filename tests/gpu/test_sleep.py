@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 500
 
 
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.skipif(not current_platform.is_cuda(), reason="no CUDA device")
 def test_tiers_are_emptied_by_levels_that_free_the_cache() -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 500
 
 
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.skipif(not current_platform.is_cuda(), reason="no CUDA device")
 def test_blocks_have_their_bytes_after_eviction_and_reload() -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

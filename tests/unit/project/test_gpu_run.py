@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import signal
 import struct
 import subprocess
 import sys
@@ -34,13 +37,15 @@ def gpu_run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_steps_run_dry_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    chosen = ["probe", "tests-host_pin", "copies-launch"]
+    chosen = ["probe", "descriptors", "copies-page-16k", "copies-launch", "tests-host_pin"]
     made = gpu_run("a", "--dry-run", "--out", str(tmp_path), "--only", *chosen)
     assert made.returncode == 0, made.stdout + made.stderr
     report = json.loads((tmp_path / "a.json").read_text())
     assert [result["step"] for result in report["steps"]] == chosen and not report["failed"]
     figures = [result["figures"] for result in report["steps"]]
-    assert figures[0]["page_locked"] and figures[1]["skipped"] and figures[2]["launch_us_1000"] > 0
+    assert figures[0]["page_locked"] and figures[1]["fault"] is None
+    assert figures[1]["queued_us_1024_16k"] > 0 and figures[2]["gbps_load_16k"] > 0
+    assert figures[3]["launch_us_1000"] > 0 and figures[4]["passed"] == 2
     assert all(f"== {name}" in (tmp_path / "a.log").read_text() for name in chosen)
 
 
@@ -63,8 +68,64 @@ def test_an_interpreter_without_a_gpu_is_not_ready(tmp_path: Path) -> None:
 
 
 def test_a_step_without_such_a_name_is_refused() -> None:
-    made = gpu_run("a", "--only", "prob")
+    made = gpu_run("a", "--out", "/nowhere", "--only", "prob")
     assert made.returncode == 1 and "phase a has no step prob" in made.stderr
+
+
+def test_figures_come_first_and_the_sanitizer_last() -> None:
+    names = [step.name for step in phases.copies()]
+    kinds = [name.partition("-")[0] for name in names]
+    assert kinds.index("tests") == len(kinds) - kinds.count("tests")
+    assert names[:4] == ["probe", "build", "descriptors", "copies-calibration"]
+    assert names[-1] == "tests-sanitizer"
+    pages = [name.removeprefix("copies-page-") for name in names if "page" in name]
+    assert pages == ["4m", "1m", "256k", "64k", "16k", "4k"]
+
+
+def test_tests_that_need_an_engine_are_in_phase_b() -> None:
+    names = {step.name for step in phases.engine()}
+    assert names == {"engine-import", "tests-sleep", "tests-vllm_bytes"}
+    assert not names & {step.name for step in phases.copies()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a"], "--out"),
+        (["pack", "folder"], "--python"),
+        (["pack", "folder", "--python", "no-such"], "No such file or directory: 'no-such'; name"),
+        (["pack", "folder", "--python", "/bin/false"], "--python /bin/false: no Python; name an"),
+    ],
+)
+def test_what_a_run_would_be_lost_without_is_asked_for(arguments: list[str], said: str) -> None:
+    made = gpu_run(*arguments)
+    assert made.returncode in (1, 2) and said in made.stderr
+
+
+def test_larger_batches_are_not_tried_after_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptors = importlib.import_module("scripts.gpu.descriptors")
+
+    def measure(copies: int, pretended: bool) -> None:
+        (tmp_path / str(copies)).touch()
+        if copies == faulty:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if copies == hanging:
+            signal.pause()
+
+    monkeypatch.setattr(descriptors, "measure", measure)
+    monkeypatch.setattr(descriptors, "CHILD_LIMIT_S", 0.5)
+    faulty, hanging = 256, 0
+    assert descriptors.probe(False) == "batches of 256: exit status -9"
+    assert not (tmp_path / "1024").exists()
+    faulty, hanging = 0, 256
+    assert descriptors.probe(False) == "batches of 256: no end within 0.5 s"
+    assert not (tmp_path / "1024").exists()
+    hanging = 0
+    monkeypatch.setattr(descriptors, "CHILD_LIMIT_S", 60.0)
+    assert descriptors.probe(False) is None  # negative control
+    assert (tmp_path / "1024").exists()
 
 
 def test_every_step_starts_a_module_that_is_there() -> None:
@@ -122,11 +183,23 @@ def test_tests_that_are_all_skipped_are_no_success() -> None:
     outcomes.skipped["no CUDA device"] += 1  # whatever else has passed
     assert run_tests.verdict(0, outcomes, dry=False) == 1
     assert run_tests.verdict(0, outcomes, dry=True) == 0
+    known = next(iter(run_tests.FAIL))
+    outcomes.failed.append(f"tests/gpu/{known}")
+    assert run_tests.verdict(1, outcomes, dry=True) == 0
+    assert run_tests.verdict(1, outcomes, dry=False) == 1
+    outcomes.failed.append("tests/gpu/test_cuda_copy.py::test_other")
+    assert run_tests.verdict(1, outcomes, dry=True) == 1
 
 
 def test_parts_of_the_benchmark_are_found() -> None:
-    text = "def measure_a(bench, rounds): ...\ndef measure_all(seed, rounds): ...\n"
-    assert phases.benchmark_parts(text) == ["pages", "a"]
+    text = """
+PAGES = {"4k": 4 << 10, "1m": MIB}
+def measure_a(bench, rounds): ...
+def measure_executor(bench, rounds): ...
+def measure_all(seed, rounds): ...
+"""
+    found = phases.benchmark_parts(text)
+    assert found == ["executor", "interference", "page-1m", "page-4k", "a"]
 
 
 def wheel(folder: Path, requires: tuple[str, ...] = ()) -> Path:
