@@ -3,14 +3,11 @@ gets nothing of it."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,8 +15,8 @@ from tests.engines.models import VOCAB_SIZE, model_dir
 from tests.engines.pd import side_by_side
 from tests.engines.scenario import HOST
 from tests.engines.server import Client, Router, Server, kv_transfer
+from tests.pictures import SIZE, data_url
 
-SIZE = 56  # pixels
 KEYS = ("sk-0123456789abcdef", "sk-4a7f0c2be19d4e5f")
 TIMES = 4  # each question, so that it reaches both engines
 
@@ -70,13 +67,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 def see(client: Client, picture: int, uuid: str | None = None) -> tuple[int, ...]:
     """Return what a model says of a random picture that the client calls ``uuid``."""
-    from PIL import Image
-
-    pixels = np.random.default_rng(picture).integers(0, 255, (SIZE, SIZE, 3), dtype=np.uint8)
-    png = io.BytesIO()
-    Image.fromarray(pixels).save(png, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
-    image = {"type": "image_url", "image_url": {"url": url}} | ({"uuid": uuid} if uuid else {})
+    image: dict[str, Any] = {"type": "image_url", "image_url": {"url": data_url(picture)}}
+    image |= {"uuid": uuid} if uuid else {}
     parts: list[Any] = [image, {"type": "text", "text": "What do you see in this picture? " * 4}]
     body = client.body([], 12, messages=[{"role": "user", "content": parts}])
     del body["prompt"]

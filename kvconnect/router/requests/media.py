@@ -1,7 +1,8 @@
 """Identities of media in a client's body, kept apart by tenant. Pure.
 
 vLLM takes the ``uuid`` of a content part as the identity of its image, audio or video in the caches
-of processed media, which all tenants share. So a client could name another tenant's entries.
+of processed media, which all tenants share. SGLang takes a ``content_hash``, and believes it where
+its operator says that callers may be trusted. So a client could name another tenant's entries.
 """
 
 from __future__ import annotations
@@ -16,23 +17,31 @@ from kvconnect.errors import Refused
 from kvconnect.router.requests.body import Body
 
 MOST_STRUCTURE = 65_536
-"""Limit of brackets and commas in a field with a ``uuid``: they bound its decoded size."""
+"""Limit of brackets and commas in a field with an identity: they bound its decoded size."""
 
 _HOLDERS = (
     *("messages", "input", "previous_input_messages", "query", "queries", "documents", "items"),
-    *("data_1", "data_2", "text_1", "text_2"),
+    *("data_1", "data_2", "text_1", "text_2", "image_data", "video_data", "audio_data"),
 )
-# Each letter may be written as an escape.
-_NAME = re.compile(rb'"(?:u|\\u0075)(?:u|\\u0075)(?:i|\\u0069)(?:d|\\u0064)"')
+_PREFIXED, _DROPPED = "uuid", "content_hash"
+
+
+def _spellings(name: str) -> bytes:
+    """Return a pattern of a name each of whose letters may be written as an escape."""
+    return b"".join(rb"(?:%c|\\u(?i:%04x))" % (letter, letter) for letter in name.encode("ascii"))
+
+
+_NAME = re.compile(rb'"(?:%b|%b)"' % (_spellings(_PREFIXED), _spellings(_DROPPED)))
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
 
 
 def with_own_media(body: Body, tenant: str) -> dict[str, Any]:
-    """Return the body with each ``uuid`` of media prefixed by ``tenant`` and a dot.
+    """Return the body with each ``uuid`` of media prefixed by ``tenant`` and a dot, and without
+    hashes of contents, which engines compute themselves.
 
     Raises:
-        Refused: a field with a ``uuid`` has too many parts.
+        Refused: a field with an identity has too many parts.
     """
     found = dict(body)
     for field in _HOLDERS:
@@ -44,7 +53,9 @@ def with_own_media(body: Body, tenant: str) -> dict[str, Any]:
             continue
         structure = _STRING.sub(b"", raw)
         if sum(map(structure.count, (b",", b"{", b"["))) > MOST_STRUCTURE:
-            raise Refused(field, "it has too many parts beside a uuid: send the media without one")
+            raise Refused(
+                field, f"it has too many parts beside a {_PREFIXED} or {_DROPPED}: leave that out"
+            )
         try:
             found[field] = Raw(msgspec.json.encode(_prefixed(value, tenant)))
         except _BROKEN as error:
@@ -53,7 +64,7 @@ def with_own_media(body: Body, tenant: str) -> dict[str, Any]:
 
 
 def _prefixed(value: Raw, tenant: str) -> Any:
-    """Return a JSON value whose ``uuid`` fields have the prefix; other parts keep their bytes."""
+    """Return a JSON value whose identities are the tenant's; other parts keep their bytes."""
     raw = bytes(value)
     if raw[:1] == b"[" and _NAME.search(raw):
         return [_prefixed(each, tenant) for each in msgspec.json.decode(raw, type=list[Raw])]
@@ -61,8 +72,9 @@ def _prefixed(value: Raw, tenant: str) -> Any:
         return value
     fields = msgspec.json.decode(raw, type=dict[str, Raw])
     return {
-        name: _own(each, tenant) if name == "uuid" else _prefixed(each, tenant)
+        name: _own(each, tenant) if name == _PREFIXED else _prefixed(each, tenant)
         for name, each in fields.items()
+        if name != _DROPPED
     }
 
 

@@ -31,6 +31,19 @@ def test_each_identity_has_the_tenants_prefix() -> None:
     assert image == {**IMAGE, "uuid": "T.cat"} and found["tools"] == sent["tools"]
 
 
+@pytest.mark.parametrize("name", ["content_hash", "content\\u005Fhash", "c\\u006fntent_hash"])
+def test_hashes_of_contents_are_left_out(name: str) -> None:
+    image = b'{"image_url":{"url":"u","%b":"sha256:00"},"n":1e400}' % name.encode()
+    body = with_own_media(
+        read_body(b'{"messages":[{"content":[%b]}],"image_data":%b}' % (image, image)), "T"
+    )
+    kept = b'{"image_url":{"url":"u"},"n":1e400}'
+    assert msgspec.json.encode(body) == b'{"messages":[{"content":[%b]}],"image_data":%b}' % (
+        kept,
+        kept,
+    )
+
+
 @pytest.mark.parametrize("name", ["\\u0075uid", "uu\\u0069d", "\\u0075\\u0075\\u0069\\u0064"])
 def test_an_escape_hides_no_identity(name: str) -> None:
     raw = b'{"messages":[{"content":[{"%b":"cat"}]}]}' % name.encode()
