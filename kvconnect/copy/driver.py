@@ -137,8 +137,9 @@ class OwnEvent:
         self._context = context
         self._handle = context.event(timing)
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # a lost device, or the end of the process
+    def __del__(self, quietly: type[suppress] = suppress) -> None:
+        # Bound as a default, because the names of this module may be cleared before this event.
+        with quietly(Exception):  # a lost device, or the end of the process
             self._context.destroy_event(self._handle)
 
     def record(self) -> None:

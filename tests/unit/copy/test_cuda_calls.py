@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -290,6 +292,33 @@ def test_an_event_that_the_driver_refuses_is_a_failed_transfer(
     with pytest.raises(TransferFailed, match="CUDA error 700"):
         event.synchronize()
     del event  # not even this raises
+
+
+AT_THE_END = """
+import sys
+import pytest
+import torch
+from kvconnect.copy import driver
+from kvconnect.cuda import CudaContext
+from tests.fakes.stub_driver import StubDriver
+
+def faulty(event):
+    with driver.contextmanager(Exception):
+        pass
+
+if len(sys.argv) > 1:
+    driver.OwnEvent.__del__ = faulty
+StubDriver(pytest.MonkeyPatch())
+driver.kept = driver.OwnEvent(torch.device("cuda:0"), CudaContext(0))
+sys.kept = driver  # Python clears this module, its older names first
+"""
+
+
+def test_an_event_may_outlive_the_modules_that_it_needs() -> None:
+    command = [sys.executable, "-c", AT_THE_END]
+    for more, wrong in ([], False), (["faulty"], True):  # the negative control
+        made = subprocess.run([*command, *more], capture_output=True, text=True, check=True)
+        assert ("Exception ignored" in made.stderr) is wrong, made.stderr
 
 
 # Page-locking -----------------------------------------------------------------------------------
