@@ -1,5 +1,5 @@
-"""Images of two tenants of a router in front of two engines: who names an image of somebody else
-gets nothing of it."""
+"""Prompts with images through routers: who names an image of another tenant gets nothing of it, and
+decode's answer is about the image that prefill has seen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engines.models import VOCAB_SIZE, model_dir
-from tests.engines.pd import side_by_side
+from tests.engines.pd import pair, received_bytes, side_by_side
 from tests.engines.scenario import HOST
 from tests.engines.server import Client, Router, Server, kv_transfer
 from tests.pictures import SIZE, data_url
@@ -56,10 +56,14 @@ def write_model(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    folder = write_model(tmp_path_factory.mktemp("images") / "model")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_model(tmp_path_factory.mktemp("images") / "model")
+
+
+@pytest.fixture(scope="module")
+def servers(model: str) -> Iterator[tuple[Server, Server]]:
     one, other = (
-        Server("llama", kv_transfer(host_bytes=HOST), args=("--model", folder)) for _ in range(2)
+        Server("llama", kv_transfer(host_bytes=HOST), args=("--model", model)) for _ in range(2)
     )
     with side_by_side(one, other):
         yield one, other
@@ -92,3 +96,17 @@ def test_a_tenants_images_are_its_own_whatever_others_call_theirs(
         for client, picture in ((b, 1), (a, 2), (b, 1)):
             for _ in range(TIMES):
                 assert see(client, picture, "cat") == right[picture]
+
+
+def test_images_are_handed_off(servers: tuple[Server, Server], model: str) -> None:
+    """In both modes, chats whose decode engine gets prefill's token ids included."""
+    right = [see(servers[0], picture) for picture in range(6)]
+    assert len({*right}) == len(right)
+    with pair(args=("--model", model)) as (p, d):
+        for mode, pictures in (((), range(3)), (("--pull",), range(3, 6))):
+            before = received_bytes(d)
+            with Router([p], [d], mode) as router:
+                assert [see(router, picture) for picture in pictures] == right[
+                    pictures.start : pictures.stop
+                ]
+            assert received_bytes(d) > before, "decode computed none of them"
