@@ -95,6 +95,25 @@ class CudaContext:
             check(status, "cuStreamCreateWithPriority")
         return stream.value or 0
 
+    def load_module(self, image: bytes) -> int:
+        """Return the handle of a module: machine code or PTX, as nvcc writes it. It lives until the
+        process ends."""
+        module = ctypes.c_void_p()
+        with self._here():
+            status = self.library.cuModuleLoadData(ctypes.byref(module), image)
+            check(status, "cuModuleLoadData")
+        return module.value or 0
+
+    def kernel(self, module: int, name: str) -> int:
+        """Return the handle of a module's kernel, for a launch."""
+        kernel = ctypes.c_void_p()
+        with self._here():
+            status = self.library.cuModuleGetFunction(
+                ctypes.byref(kernel), ctypes.c_void_p(module), name.encode()
+            )
+            check(status, "cuModuleGetFunction")
+        return kernel.value or 0
+
     def lock(self, address: int, nbytes: int) -> None:
         """Page-lock host memory for every context, with the same address on the device."""
         with self._here():

@@ -63,7 +63,7 @@ FOREIGN = {
     "torch": ("copy/", "offload/", "tiers/", "disaggregation/", "engines/", "testing/", "doctor/"),
     "numpy": ("transport/nixl/",),
     "xxhash": ("offload/", "tiers/backends/", "transport/page_io.py", "copy/kernels/reference.py"),
-    "cupy": ("copy/driver.py",),
+    "cupy": ("copy/kernel_loading.py",),
     "valkey": ("tiers/backends/valkey.py",),
     "obstore": ("tiers/backends/object.py",),
     "mooncake": ("tiers/backends/mooncake.py",),

@@ -1,7 +1,7 @@
 """Copies of blocks between device memory and the host arena.
 
 ``reference`` (torch) works on every device and defines the result. ``native`` (C) serves CPU areas
-if it was built. ``cuda`` (batched DMA, and kernels if CuPy loads them) serves CUDA areas if the
+if it was built. ``cuda`` (batched DMA, and kernels if they load) serves CUDA areas if the
 arena is page-locked. All give the same bytes.
 """
 

@@ -4,8 +4,8 @@ The contract has few calls, so that a test can replace all of them. Addresses an
 plain ints. Every failure is raised as :class:`TransferFailed`. After the loss of a device, every
 call fails.
 
-:class:`CudaDriver` uses torch for streams and memory, CuPy to load and compile kernels, and
-libcuda through ctypes to launch them and for DMA. Without CuPy only the kernels are missing.
+:class:`CudaDriver` uses torch for streams and memory, and libcuda through ctypes for kernels and
+DMA. Without kernels (:mod:`kvconnect.copy.kernel_loading`) DMA copies everything.
 :mod:`kvconnect.cuda` says which calls keep the GIL. cuda-bindings takes a batch as three Python
 lists with one object per address. To build these takes longer than a launch may (30 us per 1,000
 pages), so arrays are passed by address.
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
 import platform
 from abc import ABC, abstractmethod
 from array import array
@@ -26,12 +24,10 @@ from typing import Any
 
 import torch
 
-from kvconnect.copy import kernels
 from kvconnect.copy.base import MAX_DESCRIPTORS
+from kvconnect.copy.kernel_loading import load_kernels, source_digest
 from kvconnect.cuda import CudaContext, check
 from kvconnect.errors import Incompatible, TransferFailed
-
-logger = logging.getLogger(__name__)
 
 SHORT_CALL = 64
 """Copies in a call that keeps the GIL: more would hold it longer than it takes to get it back."""
@@ -39,7 +35,6 @@ SHORT_CALL = 64
 _ORDER_STREAM, _ORDER_ANY = 1, 3
 _OVERLAP_WITH_COMPUTE = 1
 _NO_HINT = 0
-_OPTIONS = ("-std=c++17",)
 
 _SPINS = (2 << 20, 16 << 20, 128 << 20)
 """Cycles that a stream spins while work is submitted: about 1, 8 and 64 ms. Work that takes longer
@@ -173,7 +168,7 @@ class _CopyAttributes(ctypes.Structure):
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Raise errors of torch and CuPy (both RuntimeError) as :class:`TransferFailed`."""
+    """Raise errors of torch (RuntimeError) as :class:`TransferFailed`."""
     try:
         yield
     except RuntimeError as error:
@@ -181,23 +176,23 @@ def _translated(what: str) -> Iterator[None]:
 
 
 class CudaDriver(Driver):
-    """Calls through torch, libcuda and CuPy. Raises :class:`Incompatible` without libcuda."""
+    """Calls through torch and libcuda. Raises :class:`Incompatible` without libcuda."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self._context = CudaContext(index)
-        self._functions: dict[str, Any] = {}
+        self._kernels: dict[str, int] = {}
         self._kernels_unavailable_reason: str | None = None
         try:
-            self._functions = _load_kernels(index)
+            self._kernels = load_kernels(index)
         except Incompatible as error:
             self._kernels_unavailable_reason = str(error)
         self._cuda = _typed(self._context.short_calls)
         self._short_batch, self._has_index = _find_batch(self._cuda)
         self._long_batch, _ = _find_batch(self._context.library)
         properties = torch.cuda.get_device_properties(device)
-        copied_by = source_digest("pages") if self._functions else "DMA"
+        copied_by = source_digest("pages") if self._kernels else "DMA"
         # GPUs of one model may have links of different widths.
         domain = getattr(properties, "pci_domain_id", 0)
         bus = getattr(properties, "pci_bus_id", index)
@@ -223,7 +218,7 @@ class CudaDriver(Driver):
         pointers = (ctypes.c_void_p * count)(*range(start, start + 8 * count, 8))
         self._context.enter()  # libcuda needs a current context, unlike torch
         status = self._cuda.cuLaunchKernel(
-            self._functions[kernel].kernel.ptr,
+            self._kernels[kernel],
             grid,
             1,
             1,
@@ -306,68 +301,6 @@ class CudaDriver(Driver):
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
-
-
-@functools.cache
-def _load_kernels(index: int) -> dict[str, Any]:
-    """Return every kernel for a device, by name. A family comes from its fat binary if that was
-    built and loads. Otherwise CuPy compiles it, once per machine: CuPy caches the result on disk.
-    """
-    try:
-        import cupy
-    except ImportError as error:
-        fix = "install kvconnect[cuda12] or kvconnect[cuda13]"
-        raise Incompatible(f"CuPy is not installed ({error}); {fix}") from error
-    functions: dict[str, Any] = {}
-    try:
-        with cupy.cuda.Device(index):
-            for family in kernels.SOURCES:
-                names = [name for name, place in kernels.KERNELS.items() if place == family]
-                functions |= _load_family(cupy, family, names)
-    except RuntimeError as error:  # usually CuPy is for another CUDA version than the driver
-        raise Incompatible(f"CuPy does not work on device {index}: {error}") from error
-    return functions
-
-
-def _load_family(cupy: Any, family: str, names: Sequence[str]) -> dict[str, Any]:
-    binary = kernels.folder() / binary_name(family)
-    if binary.exists():
-        try:
-            return _functions(cupy.RawModule(path=str(binary)), names)
-        except RuntimeError as error:  # built for a newer driver
-            logger.info("%s does not load (%s), compiling it here", binary.name, error)
-    refused = (RuntimeError, OSError, ImportError, cupy.cuda.compiler.CompileException)
-    try:
-        module = cupy.RawModule(code=kernel_source(family), options=_OPTIONS)
-        return _functions(module, names)
-    except refused as error:
-        raise Incompatible(f"{family}.cu does not compile here: {error}") from error
-
-
-def _functions(module: Any, names: Sequence[str]) -> dict[str, Any]:
-    functions = {name: module.get_function(name) for name in names}
-    for function in functions.values():
-        _ = function.kernel.ptr  # loads the function for the current device
-    return functions
-
-
-def kernel_source(family: str) -> str:
-    """Return the source of a kernel family with its header inlined, as NVRTC requires."""
-    header = (kernels.folder() / "runs.cuh").read_text().replace("#pragma once\n", "")
-    return (kernels.folder() / f"{family}.cu").read_text().replace('#include "runs.cuh"\n', header)
-
-
-def binary_name(family: str) -> str:
-    """Return the file name of a fat binary: it has a digest of the sources, so that a binary of
-    other sources is never loaded."""
-    return f"{family}-{source_digest(family)}.fatbin"
-
-
-def source_digest(family: str) -> str:
-    """Return a digest of a kernel family's sources, as 12 hexadecimal digits."""
-    sources = (kernels.folder() / "runs.cuh", kernels.folder() / f"{family}.cu")
-    content = b"".join(path.read_bytes() for path in sources)
-    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _typed(library: ctypes.PyDLL) -> ctypes.PyDLL:

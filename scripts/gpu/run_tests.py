@@ -1,6 +1,6 @@
 """Runs one file of tests/gpu: python -m scripts.gpu.run_tests FILE [--dry]
 
-All skipped is no success: a test without its device, or without CuPy, has shown nothing. Without
+All skipped is no success: a test without its device, or without kernels, has shown nothing. Without
 NIXL or vLLM, their files count as skipped. With ``--dry``, tests run on a pretended device, as far
 as they can hold there; the other files are collected.
 """

@@ -20,6 +20,8 @@ enum {
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
     NOT_INITIALIZED = 3,
+    NO_BINARY_FOR_GPU = 209,
+    NOT_FOUND = 500,
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     INVALID_HANDLE = 400,
@@ -78,6 +80,7 @@ static int calls_of[NAMES];
 static int held_of[NAMES]; /* of these, calls of threads that held Python's lock */
 static size_t most_copies[2]; /* of one batch, of threads that did not hold it and that did */
 static const char *names[NAMES];
+static const char *kernels[NAMES]; /* by handle, less one */
 static Status (*launched)(void *function, unsigned grid, unsigned threads, void **arguments);
 
 static __thread void *stack[DEPTH]; /* the top is the thread's current context */
@@ -178,6 +181,7 @@ void stub_reset(void)
     sticky = SUCCESS;
     refused = "";
     launched = NULL;
+    memset(kernels, 0, sizeof kernels);
     depth = 0;
     last_error = SUCCESS;
     pthread_mutex_unlock(&lock);
@@ -194,6 +198,9 @@ void stub_reach_everything(void) { everything_reached = 1; }
 void stub_other_addresses(void) { other_addresses = 1; }
 void stub_lose_device(Status status) { sticky = status; }
 void stub_launched(Status (*function)(void *, unsigned, unsigned, void **)) { launched = function; }
+
+/* Let modules have a kernel; the name must stay where it is. */
+void stub_kernel(int handle, const char *name) { kernels[handle - 1] = name; }
 
 /* Answer the next call of this name so; the name must stay where it is. */
 void stub_refuse(const char *name, Status status)
@@ -553,6 +560,33 @@ Status cuMemcpyBatchAsync_v2(const Address *targets, const Address *sources, con
                  number, NULL, stream);
 }
 #endif
+
+enum { FAT_BINARY = (int)0xBA55ED50 }; /* what one begins with */
+
+Status cuModuleLoadData(void **module, const void *image)
+{
+    Status status = enter("cuModuleLoadData", 1);
+    if (!status && (!image || memcmp(image, &(int){FAT_BINARY}, sizeof(int))))
+        status = NO_BINARY_FOR_GPU;
+    if (!status)
+        *module = kernels;
+    return leave(status);
+}
+
+Status cuModuleGetFunction(void **function, void *module, const char *name)
+{
+    Status status = enter("cuModuleGetFunction", 1);
+    if (!status && module != kernels)
+        status = INVALID_HANDLE;
+    uintptr_t handle = 0;
+    while (!status && handle < NAMES && (!kernels[handle] || strcmp(kernels[handle], name)))
+        handle++;
+    if (!status && handle == NAMES)
+        status = NOT_FOUND;
+    if (!status)
+        *function = (void *)(handle + 1);
+    return leave(status);
+}
 
 Status cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned threads_x,
                       unsigned threads_y, unsigned threads_z, unsigned shared, void *stream,

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from kvconnect import cuda
-from kvconnect.copy import kernels
+from kvconnect.copy import kernel_loading, kernels
 from tests.fakes.stub_driver import StubDriver
 
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -164,24 +163,6 @@ def _on_stream(stream: Stream) -> Iterator[None]:
         _current.stream = before
 
 
-def _cupy(stub: StubDriver) -> ModuleType:
-    """Return as much of CuPy as the driver uses."""
-
-    class RawModule:
-        def __init__(self, **_: object) -> None: ...
-        def get_function(self, name: str) -> SimpleNamespace:
-            return SimpleNamespace(kernel=SimpleNamespace(ptr=stub.kernels[name]))
-
-    class CompileException(Exception): ...
-
-    cupy: Any = ModuleType("cupy")
-    compiler = SimpleNamespace(CompileException=CompileException)
-    device = lambda _: contextlib.nullcontext()  # noqa: E731
-    cupy.RawModule, cupy.cuda = RawModule, SimpleNamespace(Device=device, compiler=compiler)
-    cupy.__spec__ = SimpleNamespace(name="cupy")
-    return cupy  # type: ignore[no-any-return]
-
-
 def _patch_torch(patch: pytest.MonkeyPatch) -> None:
     """Replace what tests and product use of torch."""
     patch.setattr(torch.Tensor, "device", property(lambda t: DEVICE if _is_here(t) else HOST))
@@ -229,7 +210,7 @@ def pretend(patch: pytest.MonkeyPatch) -> None:
     stub = StubDriver(patch)
     stub.reach_everything()
     stub.run_kernels(list(kernels.KERNELS))
-    patch.setitem(sys.modules, "cupy", _cupy(stub))
+    patch.setattr(kernel_loading, "_from_binary", lambda *_: stub.kernels.__getitem__)
     _patch_torch(patch)
     cuda.CudaContext(0).enter()  # as torch does in the thread that uses it first
     lock, unlock = cuda.CudaContext.lock, cuda.CudaContext.unlock

@@ -114,6 +114,10 @@ class StubDriver:
     def run_kernels(self, names: list[str]) -> None:
         """Give kernels handles, and run them on the CPU when they are launched."""
         self.kernels = {name: number for number, name in enumerate(names, start=1)}
+        for name, number in self.kernels.items():
+            kept_name = ctypes.c_char_p(name.encode())
+            self._kept.append(kept_name)
+            self.library.stub_kernel(number, kept_name)
         by_handle = {number: name for name, number in self.kernels.items()}
         library, one_at_a_time = host_library(), threading.Lock()  # threads share its fibers
 
