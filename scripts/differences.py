@@ -14,7 +14,7 @@ from kvconnect.cache.record_format import RecordFormat, page_names
 from kvconnect.errors import Refused
 from kvconnect.protocol.codec import PROTOCOL, common_protocol
 from kvconnect.protocol.identity import Identity, Weights
-from kvconnect.protocol.messages import GroupHello, Hello
+from kvconnect.protocol.messages import GroupHello, HandoffHello
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.protocol.prompts import difference, identify
 from kvconnect.protocol.topology import head_range
@@ -60,7 +60,7 @@ class Engine:
     media: str = ""
     salt: str = ""
 
-    def hello(self) -> Hello:
+    def hello(self) -> HandoffHello:
         """Return the greeting of its first worker."""
         first, end = head_range(0, self.tp, self.kv_heads)
         files = "" if self.declared else self.files
@@ -75,7 +75,7 @@ class Engine:
             order="HNC",
             splittable=self.splittable,
         )
-        return Hello(
+        return HandoffHello(
             protocol=self.version,
             software=self.software,
             engine_id="engine",

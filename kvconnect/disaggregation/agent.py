@@ -35,8 +35,10 @@ from kvconnect.errors import ConfigError, ProtocolError, TransferFailed, contain
 from kvconnect.offload.streams import make_streams
 from kvconnect.peers.connections import connection_options
 from kvconnect.protocol import messages
+from kvconnect.protocol.hello import Reject
 from kvconnect.protocol.identity import Identity
-from kvconnect.protocol.messages import PROBE_READ_ID, Hello, Message, Probe, Reject
+from kvconnect.protocol.messages import HandoffHello, Message, Probe
+from kvconnect.protocol.reads import PROBE_READ_ID
 from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import make_transport
@@ -270,14 +272,14 @@ class HandoffAgent:
     def _on_message(self, session: Session, message: Message) -> None:
         if isinstance(message, Reject):
             self._sessions.on_reject(session, message)
-        elif isinstance(message, Hello):
+        elif isinstance(message, HandoffHello):
             origin = self._sessions.on_hello(session, message)
             if origin is not None:
                 bandwidth_probe.request_next(self._sessions, session)
         elif not session.agreed:
             raise ProtocolError(f"{type(message).__name__} before an agreement")
         elif isinstance(message, Probe):
-            bandwidth_probe.answer(self._sessions, session, message.want)
+            bandwidth_probe.answer(self._sessions, session, message.read_id)
         elif session.inbound:
             self._sending.on_message(session, message)
         else:
@@ -288,7 +290,7 @@ class WorkerCache(NamedTuple):
     """A worker's KV cache: its Hello, where the pages of each layer are, and how a transport
     reaches them. ``device``: the model's."""
 
-    hello: Hello
+    hello: HandoffHello
     pages: Sequence[GroupPages]
     memory: Memory
     device: torch.device

@@ -15,7 +15,8 @@ import torch
 from kvconnect.disaggregation.sessions import Session, Sessions
 from kvconnect.disaggregation.staging import make_memory
 from kvconnect.errors import ProtocolError, Refused
-from kvconnect.protocol.messages import LAST_READ_ID, PROBE_READ_ID, Probe
+from kvconnect.protocol.messages import Probe
+from kvconnect.protocol.reads import LAST_READ_ID, PROBE_READ_ID
 from kvconnect.transport.base import (
     Event,
     IncomingPages,
@@ -68,7 +69,7 @@ def request_next(sessions: Sessions, session: Session) -> None:
         session.peer, read_id, [_UNIT], [(0, _ids(session))], None, _path(session)
     )
     sessions.transport.submit(order)
-    sessions.send(session.peer, Probe(want=read_id))
+    sessions.send(session.peer, Probe(read_id=read_id))
 
 
 def answer(sessions: Sessions, session: Session, read_id: int) -> None:

@@ -24,7 +24,6 @@ from kvconnect.disaggregation.sessions import Session, Sessions, isolate
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.protocol.messages import (
     Alive,
-    Cancel,
     Decline,
     Fail,
     Message,
@@ -33,6 +32,7 @@ from kvconnect.protocol.messages import (
     ReadRequest,
     Renew,
 )
+from kvconnect.protocol.reads import Cancel
 from kvconnect.protocol.topology import sources_for
 from kvconnect.transport.base import Drained, Fence, IncomingPages, PagesReceived, PeerId
 from kvconnect.types import Endpoint, FailureCause, JobId, Origin, TransferId, TransferType
@@ -121,13 +121,13 @@ class DecodeExecutor:
         if isinstance(message, Fail):
             cause = _CAUSES.get(message.cause, FailureCause.PEER)
             self._run_actions(
-                self._receiver.failed(session.peer, message.want, cause, message.detail)
+                self._receiver.failed(session.peer, message.read_id, cause, message.detail)
             )
         elif isinstance(message, Alive):
-            self._receiver.alive(session.peer, message.wants, time.monotonic())
+            self._receiver.alive(session.peer, message.read_ids, time.monotonic())
         elif isinstance(message, PagesReady):
-            session.meter.all_ready(message.want)
-            actions = self._receiver.ready(session.peer, message.want, message.cached)
+            session.meter.all_ready(message.read_id)
+            actions = self._receiver.ready(session.peer, message.read_id, message.cached)
             self._run_actions(actions)
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
@@ -211,13 +211,13 @@ class DecodeExecutor:
             self._request(session, action)
         elif isinstance(action, CancelReceive):
             session.meter.forget(action.read_id)
-            self._sessions.send(session.peer, Cancel(want=action.read_id))
+            self._sessions.send(session.peer, Cancel(read_id=action.read_id))
             self._sessions.transport.cancel(session.peer, action.read_id)
         else:
             moved = session.meter.finish(self._sessions.stats, action.read_id, "recv").moved
             if moved is not None:
                 self._moved.setdefault(action.job, []).append(moved)
-            self._sessions.send(session.peer, ReadDone(want=action.read_id))
+            self._sessions.send(session.peer, ReadDone(read_id=action.read_id))
             self._sessions.transport.cancel(session.peer, action.read_id)
 
     def _request(self, session: Session, request: RequestPages) -> None:
@@ -239,7 +239,7 @@ class DecodeExecutor:
         self._sessions.send(
             session.peer,
             ReadRequest(
-                want=request.read_id,
+                read_id=request.read_id,
                 transfer=request.transfer,
                 early=request.early,
                 parts=parts,

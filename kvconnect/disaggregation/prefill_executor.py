@@ -17,7 +17,6 @@ from kvconnect.disaggregation.transfer_meter import ChunkKey
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol.messages import (
     Alive,
-    Cancel,
     Decline,
     Fail,
     Message,
@@ -26,6 +25,7 @@ from kvconnect.protocol.messages import (
     ReadRequest,
     Renew,
 )
+from kvconnect.protocol.reads import Cancel
 from kvconnect.transport.base import Drained, Fence, OutgoingPages, PagesSent, PeerId
 from kvconnect.types import FailureCause, Rank, TransferId, TransferType
 
@@ -102,14 +102,14 @@ class PrefillExecutor:
         if isinstance(message, ReadRequest):
             self._sessions.stats.count("handoff_early_reads", int(message.early))
             self._sessions.stats.count("handoff_late_reads", int(not message.early))
-            session.meter.open(message.want, asked=False)
+            session.meter.open(message.read_id, asked=False)
             read = _accepted(session, message, self._sessions.hello.groups[0].block_tokens)
             self._run_actions(self._sender.on_request(read, time.monotonic()))
         elif isinstance(message, Cancel):
-            session.meter.forget(message.want)
-            self._run_actions(self._sender.cancel(peer, message.want))
+            session.meter.forget(message.read_id)
+            self._run_actions(self._sender.cancel(peer, message.read_id))
         elif isinstance(message, ReadDone):
-            self._run_actions(self._sender.done(peer, message.want))
+            self._run_actions(self._sender.done(peer, message.read_id))
         elif isinstance(message, Renew):
             for transfer in message.transfers:
                 self._run_actions(self._sender.renew(TransferId(transfer)))
@@ -160,13 +160,13 @@ class PrefillExecutor:
             if action.cause is FailureCause.PROMPT:
                 logger.warning("refused a read of %s: %s", session.name, action.detail)
                 self._sessions.stats.count("handoff_refused", label="prompt")
-            fail = Fail(want=action.read_id, cause=action.cause.value, detail=action.detail)
+            fail = Fail(read_id=action.read_id, cause=action.cause.value, detail=action.detail)
             self._sessions.send(session.peer, fail)
         elif isinstance(action, prefill_actions.AnnounceReady):
-            ready = PagesReady(want=action.read_id, cached=action.cached)
+            ready = PagesReady(read_id=action.read_id, cached=action.cached)
             self._sessions.send(session.peer, ready)
         elif isinstance(action, prefill_actions.SendAlive):
-            self._sessions.send(session.peer, Alive(wants=list(action.read_ids)))
+            self._sessions.send(session.peer, Alive(read_ids=list(action.read_ids)))
         else:
             assert isinstance(action, prefill_actions.DropPeer)
             sessions.end_session(self._sessions, session.peer, action.error)
@@ -194,7 +194,7 @@ def _accepted(session: Session, message: ReadRequest, block_tokens: int) -> Acce
     transfer = TransferId(message.transfer)
     return AcceptedRead(
         session.peer,
-        message.want,
+        message.read_id,
         transfer,
         message.early,
         session.reader,

@@ -18,8 +18,9 @@ from kvconnect.disaggregation.transfer_meter import TransferMeter, TransferTrace
 from kvconnect.disaggregation.wire_blocks import GroupView
 from kvconnect.errors import KVConnectError, ProtocolError, Refused, contained
 from kvconnect.protocol import messages
+from kvconnect.protocol.hello import Reject
 from kvconnect.protocol.identity import Identity
-from kvconnect.protocol.messages import Hello, Message, Reject
+from kvconnect.protocol.messages import HandoffHello, Message
 from kvconnect.protocol.negotiation import Agreement, negotiate
 from kvconnect.protocol.topology import head_range
 from kvconnect.stats import OffloadingConnectorStats
@@ -119,7 +120,7 @@ class Sessions:
 
     def __init__(
         self,
-        hello: Hello,
+        hello: HandoffHello,
         pages: Sequence[GroupPages],
         transport: Transport,
         stats: OffloadingConnectorStats,
@@ -227,7 +228,7 @@ class Sessions:
                 return
             self.send(event.peer, self.hello)
 
-    def on_hello(self, session: Session, theirs: Hello) -> Origin | None:
+    def on_hello(self, session: Session, theirs: HandoffHello) -> Origin | None:
         """Negotiate with the peer; return the worker that the session was made to.
 
         Raises:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvconnect.doctor import Finding, FindingsReport
 from kvconnect.doctor.transfer_findings import REFUSAL_FIXES
-from kvconnect.errors import ProtocolError
+from kvconnect.errors import ProtocolError, Refused
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.cache_messages import (
     NONCE_BYTES,
@@ -26,6 +26,8 @@ from kvconnect.protocol.cache_messages import (
     decode,
     encode,
 )
+from kvconnect.protocol.codec import PROTOCOL, common_protocol
+from kvconnect.protocol.hello import Reject
 from kvconnect.settings import Settings
 from kvconnect.settings.sharing import PeerSettings
 from kvconnect.tiers.peers.arena_memory import ArenaMemory
@@ -50,6 +52,7 @@ _WAIT_S = 10.0
 _NOT_THERE = (
     "start the engine with serve in cache_peers and this address as listen, and open its port"
 )
+_NO_WORKER = "use the port that serves blocks, and a kvconnect of the same version"
 _SILENT = "restart the engine: its connections work, its worker does not answer"
 _ALONE = (
     "use the same weights, types and block size (or page_tokens); workers that keep whole blocks "
@@ -90,20 +93,15 @@ class _Worker:
         if not isinstance(event, MessageReceived):
             return False
         try:
-            message = decode(event.payload)
-            if isinstance(message, HostTierAddresses):
-                self.memory = message
-                return False
-            if self.hello is not None and isinstance(message, Found):
-                return True
-            if not isinstance(message, CacheHello):
-                raise ProtocolError(f"{type(message).__name__} before its hello")
-            self.hello = message
-        except ProtocolError as error:
-            self.fail(
-                str(error), "use the port that serves blocks, and a kvconnect of the same version"
-            )
+            message = self._read(event.payload)
+        except Refused as error:
+            self.fail(str(error), REFUSAL_FIXES.get(error.field, _NO_WORKER))
             return True
+        except ProtocolError as error:
+            self.fail(str(error), _NO_WORKER)
+            return True
+        if not isinstance(message, CacheHello):
+            return isinstance(message, Found)
         if not is_this_machine(self.host):
             return True
         # As an engine with the same blocks, it is told of the memory before its question is
@@ -112,6 +110,25 @@ class _Worker:
         say(msgspec.structs.replace(message, engine=os.urandom(16), nonce=self.nonce))
         say(Ask(1, [_ANY_KEY]))
         return False
+
+    def _read(self, payload: bytes) -> CacheMessage:
+        """Return a message, and note what it says.
+
+        Raises:
+            Refused: the worker does not agree.
+            ProtocolError: a worker does not say this.
+        """
+        message = decode(payload)
+        if isinstance(message, Reject):
+            raise Refused(message.field, message.message)
+        if isinstance(message, CacheHello):
+            common_protocol(PROTOCOL, message.protocol)
+            self.hello = message
+        elif isinstance(message, HostTierAddresses):
+            self.memory = message
+        elif self.hello is None:
+            raise ProtocolError(f"{type(message).__name__} before its hello")
+        return message
 
 
 def examine(

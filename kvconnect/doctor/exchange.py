@@ -3,11 +3,11 @@
 Messages travel over the transport as msgpack. The *reader* connects and asks, the *source* listens
 and answers::
 
-    DoctorHello -> DoctorHello             version, buffer and device of each side
+    DoctorHello -> DoctorHello             protocol, buffer and device of each side
     TransferRequest -> pages               no message: the pages are the answer
     CpuRequest -> CpuSeconds               CPU seconds of the source so far
     SocketTestRequest -> SocketTestPort    where to measure plain sockets
-    anything -> SourceClosed               the source closes the connection
+    anything -> Reject                     the source closes the connection, and why
 
 No message holds an address or a path, and every number has a range.
 """
@@ -20,11 +20,8 @@ import msgspec
 from msgspec import Meta
 
 from kvconnect.doctor.buffers import MAX_DEVICE
-from kvconnect.errors import ProtocolError
-from kvconnect.protocol.codec import decode_struct
-from kvconnect.transport.base import MAX_MESSAGE_BYTES
+from kvconnect.protocol.hello import Hello, Reject, decode_message
 
-VERSION = 1
 WORD_BYTES = 16
 
 _Bytes = Annotated[int, Meta(ge=1, le=1 << 40)]
@@ -33,18 +30,17 @@ _Port = Annotated[int, Meta(ge=1, lt=1 << 16)]
 _Word = Annotated[bytes, Meta(min_length=WORD_BYTES, max_length=WORD_BYTES)]
 
 
-class DoctorHello(msgspec.Struct, tag="doctor"):
+class DoctorHello(Hello, kw_only=True):
     """First message in both directions. ``area_bytes``: size of the test buffer on ``device``."""
 
     area_bytes: _Bytes
     device: Annotated[str, Meta(max_length=MAX_DEVICE)]
-    version: Annotated[int, Meta(ge=1, le=0xFFFF)] = VERSION
 
 
 class TransferRequest(msgspec.Struct, tag="ask"):
     """Reader: send these pages of your test buffer under this read number."""
 
-    want: Annotated[int, Meta(ge=1, lt=1 << 62)]
+    read_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
     page_bytes: Annotated[int, Meta(ge=1, le=1 << 24)]
     ids: Annotated[list[_Page], Meta(min_length=1, max_length=1 << 16)]
 
@@ -73,12 +69,6 @@ class SocketTestPort(msgspec.Struct, tag="link"):
     word: _Word
 
 
-class SourceClosed(msgspec.Struct, tag="no"):
-    """Source: the connection closes, and why; the last message."""
-
-    reason: Annotated[str, Meta(max_length=1024)]
-
-
 DoctorMessage = (
     DoctorHello
     | TransferRequest
@@ -86,11 +76,11 @@ DoctorMessage = (
     | CpuSeconds
     | SocketTestRequest
     | SocketTestPort
-    | SourceClosed
+    | Reject
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(DoctorMessage)
+_decoder: msgspec.msgpack.Decoder[DoctorMessage] = msgspec.msgpack.Decoder(DoctorMessage)
 
 
 def encode(message: DoctorMessage) -> bytes:
@@ -99,12 +89,5 @@ def encode(message: DoctorMessage) -> bytes:
 
 
 def decode(payload: bytes) -> DoctorMessage:
-    """Return the message of a payload.
-
-    Raises:
-        ProtocolError: the payload is too long or malformed, or a number is out of range.
-    """
-    if len(payload) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"message of {len(payload)} bytes; the limit is {MAX_MESSAGE_BYTES}")
-    message: DoctorMessage = decode_struct(_decoder, payload)
-    return message
+    """Return the message of a payload; raises as :func:`decode_message`."""
+    return decode_message(_decoder, payload)

@@ -15,20 +15,20 @@ import msgspec
 
 from kvconnect.doctor.buffers import GRAIN_BYTES, PatternBuffer, differing, page_unit, pattern
 from kvconnect.doctor.exchange import (
-    VERSION,
     CpuRequest,
     CpuSeconds,
     DoctorHello,
     DoctorMessage,
     SocketTestPort,
     SocketTestRequest,
-    SourceClosed,
     TransferRequest,
     decode,
     encode,
 )
 from kvconnect.doctor.plain_sockets import SocketTestServer, measure_sockets
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
+from kvconnect.protocol.codec import PROTOCOL, common_protocol
+from kvconnect.protocol.hello import Reject
 from kvconnect.transport.base import (
     Disconnect,
     Event,
@@ -52,14 +52,11 @@ IDLE_S = 60.0
 
 _SOURCE_POLL_S = 0.2
 _READER_POLL_S = 0.1
-_MAX_REASON = 1000
 _MIB = 1 << 20
 
 
-def _check_version(hello: DoctorHello) -> None:
-    if hello.version != VERSION:
-        text = f"peer has version {hello.version} of the doctor's protocol, this side {VERSION}"
-        raise ProtocolError(f"{text}: use the same kvconnect on both sides")
+def _hello(buffer: PatternBuffer) -> DoctorHello:
+    return DoctorHello(area_bytes=buffer.nbytes, device=buffer.device)
 
 
 class DoctorSource:
@@ -111,6 +108,8 @@ class DoctorSource:
             self._last_message = time.monotonic()
             try:
                 self._answer(event.peer, decode(event.payload))
+            except Refused as error:
+                self._disconnect(event.peer, str(error), error.field)
             except (ProtocolError, OSError) as error:
                 self._disconnect(event.peer, str(error))
 
@@ -124,8 +123,8 @@ class DoctorSource:
             self._socket_test = SocketTestServer(self._host, message.connections, message.nbytes)
             self._reply(peer, SocketTestPort(self._socket_test.port, self._socket_test.word))
         elif isinstance(message, DoctorHello):
-            _check_version(message)
-            self._reply(peer, DoctorHello(self._buffer.nbytes, self._buffer.device))
+            common_protocol(PROTOCOL, message.protocol)
+            self._reply(peer, _hello(self._buffer))
         else:
             raise ProtocolError(f"unexpected message {type(message).__name__}")
 
@@ -137,16 +136,16 @@ class DoctorSource:
             )
         unit = page_unit(request.page_bytes)
         self._transport.submit(
-            OutgoingPages(peer, request.want, 0, unit, 0, array("q", request.ids))
+            OutgoingPages(peer, request.read_id, 0, unit, 0, array("q", request.ids))
         )
 
     def _reply(self, peer: PeerId, message: DoctorMessage) -> None:
         self._transport.submit(PeerMessage(peer, encode(message)))
 
-    def _disconnect(self, peer: PeerId, reason: str) -> None:
+    def _disconnect(self, peer: PeerId, reason: str, field: str = "other") -> None:
         # PeerDown always follows, and frees the peer.
         logger.info("closing the connection: %s", reason)
-        self._reply(peer, SourceClosed(reason[:_MAX_REASON]))
+        self._reply(peer, Reject(field, reason))
         self._transport.submit(Disconnect(peer, reason))
 
 
@@ -219,8 +218,8 @@ class DoctorReader:
         """Connect to a source; return the connection's event and the source's hello."""
         self._peer = self._transport.connect(host, port)
         up = next(event for event in self._events() if isinstance(event, PeerUp))
-        hello = self._ask(DoctorHello(self._buffer.nbytes, self._buffer.device), DoctorHello)
-        _check_version(hello)
+        hello = self._ask(_hello(self._buffer), DoctorHello)
+        common_protocol(PROTOCOL, hello.protocol)
         self._shared_bytes = min(hello.area_bytes, self._buffer.nbytes)
         return up, hello
 
@@ -355,7 +354,7 @@ def _raise_down(event: PeerDown) -> None:
 
 
 def _raise_closed(event: Event) -> None:
-    if isinstance(event, MessageReceived) and isinstance(
-        answer := decode(event.payload), SourceClosed
-    ):
-        raise TransferFailed(f"the source closed the connection: {answer.reason}")
+    if isinstance(event, MessageReceived) and isinstance(answer := decode(event.payload), Reject):
+        if answer.field != "other":
+            raise Refused(answer.field, answer.message)
+        raise TransferFailed(f"the source closed the connection: {answer.message}")

@@ -18,6 +18,7 @@ _BUSY = 0.8  # share of the machine's cores
 REFUSAL_FIXES = {
     "auth": "give both sides the same --key-file",
     "tls": "give both sides certificates of the same authority: --tls-dir",
+    "protocol": "use the same version of kvconnect on both sides",
     "address": "give --key-file on both sides: without a key only loopback addresses are accepted",
 }
 """What to do where the other side refused to talk, by :attr:`PeerDown.refused`."""

@@ -6,9 +6,9 @@ all its sources at once, and reads from those that answered::
     reader                                     source
       Ask(ask=1, keys) ---------------------> |
       | <------------------- Found(ask=1, found)
-      Fetch(fetch=2, units, keys) ----------> |   sends pages on the data connections
-      | <---------------- Sent(fetch=2, outcomes)   they are handed to the network
-      Stop(fetch=2) ------------------------> |   the reader does not wait any longer
+      Fetch(read_id=2, units, keys) --------> |   sends pages on the data connections
+      | <-------------- Sent(read_id=2, outcomes)   they are handed to the network
+      Cancel(read_id=2) --------------------> |   the reader does not wait any longer
 
 A source on the same machine answers the hello with :class:`HostTierAddresses`. Its answers have the
 places of blocks then, which the reader copies itself (:mod:`kvconnect.tiers.peers.same_machine`)::
@@ -18,7 +18,7 @@ places of blocks then, which the reader copies itself (:mod:`kvconnect.tiers.pee
       Ask(ask=1, keys) ---------------------> |
       | <----------- Found(ask=1, found, places)
 
-Ids are the reader's; that of a fetch is also the transport's read id. Unknown fields are ignored.
+Ids are the reader's. Unknown fields are ignored.
 :func:`decode` rejects a field that is out of range. Addresses and slots are only those of the
 source's own memory, which nobody writes by them.
 """
@@ -32,9 +32,8 @@ import msgspec
 from msgspec import Meta
 
 from kvconnect.errors import ProtocolError
-from kvconnect.protocol.codec import MAX_MESSAGE, PROTOCOL, decode_struct
-from kvconnect.protocol.identity import Identity
-from kvconnect.protocol.messages import ReadId
+from kvconnect.protocol.hello import Hello, Reject, decode_message
+from kvconnect.protocol.reads import Cancel, ReadId
 
 MAX_ASKED = 4096
 """Keys of one :class:`Ask`."""
@@ -45,7 +44,6 @@ WHOLE = (1 << 16) - 1
 """Number of the unit that is a whole block as its slot has it. Only workers with the same
 ``CacheHello.layout`` may ask for it."""
 
-_Version = Annotated[int, Meta(ge=1, le=0xFFFF)]
 _Key = Annotated[bytes, Meta(min_length=18, max_length=81)]  # as kvconnect.cache.keys makes them
 _Unit = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _Fingerprint = Annotated[bytes, Meta(min_length=1, max_length=64)]
@@ -68,7 +66,7 @@ class FetchOutcome(IntEnum):
     BUSY = 3  # nothing was sent: the source sends as much as it may
 
 
-class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
+class CacheHello(Hello, kw_only=True):
     """Who a worker is, and which blocks it keeps; the first message, both ways.
 
     Attributes:
@@ -77,17 +75,14 @@ class CacheHello(msgspec.Struct, kw_only=True, tag="hello"):
         layout: fingerprint of a whole block's bytes in a slot.
         groups: per KV-cache group, the units of a page that this worker has, with their bytes.
         pages: of a block, per group: pages are what is asked for. Empty: each block is one page.
-        identity: which weights the worker computes with.
         nonce: of a reader that can read the memory of a source on its machine; else empty.
     """
 
-    protocol: tuple[_Version, _Version] = PROTOCOL
     engine: Annotated[bytes, Meta(min_length=16, max_length=16)]
     format: _Fingerprint
     layout: _Fingerprint
     groups: Annotated[list[_Units], Meta(min_length=1, max_length=64)]
-    pages: Annotated[list[_Pages], Meta(max_length=64)] = []
-    identity: Identity = Identity()
+    pages: Annotated[list[_Pages], Meta(max_length=64)] = msgspec.field(default_factory=list)
     nonce: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
 
 
@@ -134,7 +129,7 @@ class Found(msgspec.Struct, tag="found"):
 class Fetch(msgspec.Struct, tag="fetch"):
     """Reader: send these units of these blocks of one group. Wire block i is ``keys[i]``."""
 
-    fetch: ReadId
+    read_id: ReadId
     group: _Group
     units: Annotated[list[_Unit], Meta(min_length=1, max_length=1024)]
     keys: Annotated[list[_Key], Meta(min_length=1, max_length=MAX_FETCHED)]
@@ -143,17 +138,11 @@ class Fetch(msgspec.Struct, tag="fetch"):
 class Sent(msgspec.Struct, tag="sent"):
     """Source: nothing more is sent for a fetch. ``outcomes[i]`` is a :class:`FetchOutcome`."""
 
-    fetch: ReadId
+    read_id: ReadId
     outcomes: Annotated[bytes, Meta(max_length=MAX_FETCHED)]
 
 
-class Stop(msgspec.Struct, tag="stop"):
-    """Reader: send nothing more for this fetch."""
-
-    fetch: ReadId
-
-
-CacheMessage = CacheHello | HostTierAddresses | Ask | Found | Fetch | Sent | Stop
+CacheMessage = CacheHello | Reject | HostTierAddresses | Ask | Found | Fetch | Sent | Cancel
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[CacheMessage] = msgspec.msgpack.Decoder(CacheMessage)
@@ -165,16 +154,10 @@ def encode(message: CacheMessage) -> bytes:
 
 
 def decode(data: bytes) -> CacheMessage:
-    """Return the message that the bytes hold.
-
-    Raises:
-        ProtocolError: they hold none, or one with a value out of range. Nothing else.
-    """
-    if len(data) > MAX_MESSAGE:
-        raise ProtocolError(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
-    message = decode_struct(_DECODER, data)
+    """Return the message that the bytes hold; raises as :func:`decode_message`."""
+    message = decode_message(_DECODER, data)
     if isinstance(message, Fetch):
         for what, named in (("unit", message.units), ("block", message.keys)):
             if len(set(named)) < len(named):
-                raise ProtocolError(f"fetch {message.fetch} names a {what} twice")
+                raise ProtocolError(f"fetch {message.read_id} names a {what} twice")
     return message

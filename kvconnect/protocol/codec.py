@@ -18,7 +18,7 @@ import msgspec
 from kvconnect.errors import Misuse, ProtocolError, Refused
 from kvconnect.protocol.frames import DIGEST_PERIODS
 
-PROTOCOL = (3, 3)
+PROTOCOL = (4, 4)
 """First and last version of the wire protocol that this code speaks."""
 
 NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f]+\Z"

@@ -1,20 +1,19 @@
 """Messages between two workers, in msgpack.
 
 The *reader* (decode side) connects, the *source* (prefill side) listens. Both send a
-:class:`Hello` first. When they agree (``negotiation.py``), the reader requests pages::
+:class:`HandoffHello` first. When they agree (``negotiation.py``), the reader requests pages::
 
     reader                                     source
-      ReadRequest(want=1, transfer, prompt, --> |   compares the prompt with its own; sends pages
-                  parts)                        |   on the data connections as they
-      | <------------- Alive(wants=[1])         |   are computed; tells now and then that it does
-      | <------------- PagesReady(want=1)       |   all pages are computed
-      ReadDone(want=1) -----------------------> |   all pages have arrived, or
-      Cancel(want=1) -------------------------> |   the reader needs them no more, or
-      | <------------- Fail(want=1, cause)      |   the source cannot send them
+      ReadRequest(read_id=1, transfer, prompt, |   compares the prompt with its own; sends pages
+                  parts) --------------------> |   on the data connections as they
+      | <---------- Alive(read_ids=[1])        |   are computed; tells now and then that it does
+      | <---------- PagesReady(read_id=1)      |   all pages are computed
+      ReadDone(read_id=1) -------------------> |   all pages have arrived, or
+      Cancel(read_id=1) ---------------------> |   the reader needs them no more, or
+      | <---------- Fail(read_id=1, cause)     |   the source cannot send them
 
-A read's id is ``want``; the reader chooses it. Unknown fields are ignored, so that a later version
-may add some. :func:`decode` rejects a field that is out of range. No message contains an address, a
-block id or a path.
+Unknown fields are ignored, so that a later version may add some. :func:`decode` rejects a field
+that is out of range. No message contains an address, a block id or a path.
 """
 
 from __future__ import annotations
@@ -25,39 +24,19 @@ import msgspec
 from msgspec import Meta
 
 from kvconnect.errors import ProtocolError
-from kvconnect.protocol.codec import MAX_MESSAGE, NO_CONTROLS, PROTOCOL, decode_struct
-from kvconnect.protocol.identity import Identity
+from kvconnect.protocol.codec import NO_CONTROLS
+from kvconnect.protocol.hello import Hello, Reject, clean, decode_message
 from kvconnect.protocol.prompts import PromptIdentity
-from kvconnect.terminal import plain
+from kvconnect.protocol.reads import LAST_READ_ID, PROBE_READ_ID, Cancel, ReadId
 from kvconnect.types import Rank
-
-MAX_TEXT = 2048
-"""Characters of a reason; longer ones are cut, unprintable characters become ``?``."""
-
-REFUSAL_FIELDS = frozenset(
-    {
-        *("auth", "protocol", "ticket", "params", "groups", "window", "chunk", "block_tokens"),
-        *("page_tokens", "splittable", "kv_heads", "heads", "row_bytes", "layers", "format"),
-        *("model", "architecture", "dtype", "cache_dtype", "packing", "tokens_ahead", "other"),
-        *("transport", "rate", "prompt", "weights", "tls", "address"),
-    }
-)
-"""Every ``field`` of a :class:`Refused` between engines, and every cause of a connection that was
-rejected: the label values of ``handoff_refused``."""
 
 _INT64_MAX = (1 << 63) - 1
 
-LAST_READ_ID = _INT64_MAX
-PROBE_READ_ID = _INT64_MAX - 15
-"""Read id of the first probe; the ids from here to ``LAST_READ_ID`` are for probes alone."""
-
 Transfer = Annotated[bytes, Meta(min_length=16, max_length=16)]
-ReadId = Annotated[int, Meta(ge=0, lt=PROBE_READ_ID)]
 Order = Literal["HNC", "NHC"]
 
 _Name = Annotated[str, Meta(max_length=256, pattern=NO_CONTROLS)]
 _Word = Annotated[str, Meta(max_length=64, pattern=NO_CONTROLS)]
-_Version = Annotated[int, Meta(ge=1, le=0xFFFF)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 30)]
 _Heads = Annotated[int, Meta(ge=1, le=1024)]
 _Bytes = Annotated[int, Meta(ge=1, le=1 << 30)]
@@ -99,51 +78,28 @@ class GroupHello(msgspec.Struct, kw_only=True):
     splittable: bool
 
 
-class Hello(msgspec.Struct, kw_only=True, tag="hello"):
+class HandoffHello(Hello, kw_only=True):
     """Who a worker is and how its KV cache is laid out; the first message, both ways.
 
     Attributes:
-        protocol: first and last version of the wire protocol spoken.
         features: optional parts of the protocol known here; those both sides know are used.
         software: for logs only, never compared.
         engine_id, epoch: the engine, and which incarnation of it.
         rank: the worker's place in its engine.
-        identity: which weights the worker computes with. Older versions do not send it.
         format: what must be equal on both sides for the bytes to mean the same, by name.
         groups: per KV-cache group, in the engine's order.
     """
 
-    protocol: tuple[_Version, _Version] = PROTOCOL
-    features: Annotated[list[_Word], Meta(max_length=64)] = []
+    features: Annotated[list[_Word], Meta(max_length=64)] = msgspec.field(default_factory=list)
     software: _Word
     engine_id: _Name
     epoch: Annotated[int, Meta(ge=0, le=_INT64_MAX)]
     rank: Rank
-    identity: Identity = Identity()
     format: Annotated[dict[_Word, _FormatValue], Meta(max_length=64)]
     groups: Annotated[list[GroupHello], Meta(min_length=1, max_length=64)]
 
 
-def _clean(text: str) -> str:
-    return plain(text[:MAX_TEXT])
-
-
-class Reject(msgspec.Struct, tag="turned"):
-    """No agreement: the sender closes the connection next. ``message`` names both values.
-
-    An unknown ``field`` reads as "other".
-    """
-
-    field: _Word
-    message: str
-
-    def __post_init__(self) -> None:
-        if self.field not in REFUSAL_FIELDS:
-            self.field = "other"
-        self.message = _clean(self.message)
-
-
-class ReadRequest(msgspec.Struct, tag="want"):
+class ReadRequest(msgspec.Struct, tag="read"):
     """Reader: send pages of a transfer.
 
     ``parts``: (group, first wire block, count), groups ascending. ``early``: the source may not
@@ -151,7 +107,7 @@ class ReadRequest(msgspec.Struct, tag="want"):
     tokens of it whose KV the reader has.
     """
 
-    want: ReadId
+    read_id: ReadId
     transfer: Transfer
     early: bool
     parts: Annotated[list[tuple[_Group, _Block, _Blocks]], Meta(min_length=1, max_length=1024)]
@@ -159,40 +115,34 @@ class ReadRequest(msgspec.Struct, tag="want"):
     held: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
 
 
-class Cancel(msgspec.Struct, tag="cancel"):
-    """Reader: send nothing more for this read."""
-
-    want: ReadId
-
-
 class ReadDone(msgspec.Struct, tag="done"):
     """Reader: all pages have arrived; the source may release them."""
 
-    want: ReadId
+    read_id: ReadId
 
 
 class Fail(msgspec.Struct, tag="fail"):
     """Source: this read has failed. ``cause`` is a ``FailureCause``'s value."""
 
-    want: ReadId
+    read_id: ReadId
     cause: _Word
     detail: str
 
     def __post_init__(self) -> None:
-        self.detail = _clean(self.detail)
+        self.detail = clean(self.detail)
 
 
 class Alive(msgspec.Struct, tag="alive"):
     """Source: these reads are alive; their pages are still being computed."""
 
-    wants: Annotated[list[ReadId], Meta(max_length=1 << 16)]
+    read_ids: Annotated[list[ReadId], Meta(max_length=1 << 16)]
 
 
 class PagesReady(msgspec.Struct, tag="ready"):
     """Source: all pages are computed; only the transfer remains. ``cached``: how many of the
     prompt's tokens the source's engine did not compute, because it had them."""
 
-    want: ReadId
+    read_id: ReadId
     cached: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
 
 
@@ -211,11 +161,11 @@ class Decline(msgspec.Struct, tag="decline"):
 class Probe(msgspec.Struct, tag="probe"):
     """Reader: send the pages of a bandwidth probe, with this read id."""
 
-    want: Annotated[int, Meta(ge=PROBE_READ_ID, le=_INT64_MAX)]
+    read_id: Annotated[int, Meta(ge=PROBE_READ_ID, le=LAST_READ_ID)]
 
 
 Message = (
-    Hello
+    HandoffHello
     | Reject
     | ReadRequest
     | Cancel
@@ -238,20 +188,14 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message that the bytes hold.
-
-    Raises:
-        ProtocolError: they hold none, or one with a value out of range. Nothing else.
-    """
-    if len(data) > MAX_MESSAGE:
-        raise ProtocolError(f"a message of {len(data)} bytes, at most {MAX_MESSAGE} are allowed")
-    message = decode_struct(_DECODER, data)
-    if isinstance(message, Hello):
+    """Return the message that the bytes hold; raises as :func:`decode_message`."""
+    message = decode_message(_DECODER, data)
+    if isinstance(message, HandoffHello):
         _check_hello(message)
     return message
 
 
-def _check_hello(hello: Hello) -> None:
+def _check_hello(hello: HandoffHello) -> None:
     """Check what concerns more than one field."""
     tp_rank, tp, pp_rank, pp = hello.rank
     # Of the product: who reads from whom is worked out for every worker of the other engine.

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from kvconnect.errors import Misuse, Refused
 from kvconnect.protocol.codec import common_protocol
+from kvconnect.protocol.hello import REFUSAL_FIELDS
 from kvconnect.protocol.identity import MIX, other_weights
-from kvconnect.protocol.messages import REFUSAL_FIELDS, GroupHello, Hello, Order
+from kvconnect.protocol.messages import GroupHello, HandoffHello, Order
 from kvconnect.protocol.topology import head_range, served_heads
 
 _NAMES = ("on the decode side", "on the prefill side")
@@ -75,7 +76,7 @@ class Agreement:
         return number
 
 
-def negotiate(reader: Hello, source: Hello) -> Agreement:
+def negotiate(reader: HandoffHello, source: HandoffHello) -> Agreement:
     """Return the agreement between the worker that reads and the worker that it reads from.
 
     Software versions, and features that one side does not know, never cause a refusal. If several
@@ -111,13 +112,13 @@ def _mismatch(what: str, ours: object, theirs: object, fix: str, where: str = ""
     )
 
 
-def _match_formats(reader: Hello, source: Hello) -> None:
+def _match_formats(reader: HandoffHello, source: HandoffHello) -> None:
     for key in sorted(reader.format.keys() | source.format.keys()):
         fix = f"start both engines with the same {key}"
         _match(key, reader.format.get(key), source.format.get(key), fix)  # None: not sent
 
 
-def _match_weights(reader: Hello, source: Hello) -> str:
+def _match_weights(reader: HandoffHello, source: HandoffHello) -> str:
     """Return both sides' weights if they are others and both mean to mix them, else "".
 
     Raises:
@@ -136,7 +137,7 @@ def _match_weights(reader: Hello, source: Hello) -> str:
     raise _mismatch("weights", *found, fix)
 
 
-def _match_group(number: int, reader: Hello, source: Hello) -> GroupAgreement:
+def _match_group(number: int, reader: HandoffHello, source: HandoffHello) -> GroupAgreement:
     ours, theirs = reader.groups[number], source.groups[number]
     where = f"group {number}: "
     for name in ("window", "chunk", "kv_heads"):
@@ -180,7 +181,7 @@ def _rows(where: str, group: GroupHello) -> dict[str, int]:
     return dict(zip(group.layers, sizes, strict=True))
 
 
-def _check_heads(where: str, side: Hello, group: GroupHello) -> None:
+def _check_heads(where: str, side: HandoffHello, group: GroupHello) -> None:
     """Refuse a rank without its tensor parallel share of heads, as with context parallelism."""
     first, end = head_range(side.rank.tp_rank, side.rank.tp, group.kv_heads)
     if group.heads != end - first:
@@ -217,7 +218,9 @@ def _check_cut(
     )
 
 
-def _common_layers(where: str, reader: Hello, source: Hello, number: int) -> tuple[str, ...]:
+def _common_layers(
+    where: str, reader: HandoffHello, source: HandoffHello, number: int
+) -> tuple[str, ...]:
     """Return the layers both workers have, in the source's order.
 
     A reader's layer that no worker of the source has would keep its old contents. It is refused
@@ -232,7 +235,9 @@ def _common_layers(where: str, reader: Hello, source: Hello, number: int) -> tup
     return tuple(name for name in theirs if name in wanted)
 
 
-def _check_something_moves(reader: Hello, source: Hello, groups: Sequence[GroupAgreement]) -> None:
+def _check_something_moves(
+    reader: HandoffHello, source: HandoffHello, groups: Sequence[GroupAgreement]
+) -> None:
     if all(served_heads(reader.rank, source.rank, g.kv_heads) == (0, 0) for g in reader.groups):
         if any(source.rank.tp > g.kv_heads for g in reader.groups):
             return

@@ -5,14 +5,14 @@ messages use the control connection, beside those of ``messages.py``::
 
     reader                                  source
       UnitLocations(number=1) -------------> |   addresses of the reader's units, once
-      Destinations(want=7, units=1) -------> |   the pages of read 7 go there, or
-      UseTcp(want=7) ----------------------> |   the pages of read 7 go over TCP
-      | <-- PagesWritten(want=7, number=3)   |   write 3 of this connection is complete
-      StopWriting(want=7) -----------------> |   write nothing more for read 7
-      | <---------- WritesStopped(want=7)    |   no write of read 7 can arrive any more
+      Destinations(read_id=7, units=1) -------> |   the pages of read 7 go there, or
+      UseTcp(read_id=7) ----------------------> |   the pages of read 7 go over TCP
+      | <-- PagesWritten(read_id=7, number=3)   |   write 3 of this connection is complete
+      StopWriting(read_id=7) -----------------> |   write nothing more for read 7
+      | <---------- WritesStopped(read_id=7)    |   no write of read 7 can arrive any more
 
 The greeting of each side (``codec.py``) contains a :class:`NixlOffer`. The reader is the side that
-connected. A read's id is ``want``. Sizes are in bytes. Nothing here does I/O.
+connected. A read's id is ``read_id``. Sizes are in bytes. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnect.protocol.codec import MAX_MESSAGE, NO_CONTROLS, decode_struct
-from kvconnect.protocol.messages import LAST_READ_ID
+from kvconnect.protocol.reads import LAST_READ_ID
 
 MAX_METADATA = 256 << 10
 """Limit on the metadata of one agent, in bytes; that of a few regions takes less than 1 KiB."""
@@ -36,7 +36,7 @@ MAX_UNITS = 4096
 
 _Name = Annotated[str, Meta(max_length=128, pattern=NO_CONTROLS)]
 _Number = Annotated[int, Meta(ge=0, lt=1 << 31)]
-_WantNumber = Annotated[int, Meta(ge=0, le=LAST_READ_ID)]
+_ReadNumber = Annotated[int, Meta(ge=0, le=LAST_READ_ID)]
 _Address = Annotated[int, Meta(ge=0, le=LAST_READ_ID)]
 _Size = Annotated[int, Meta(ge=1, lt=1 << 62)]
 _Block = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -83,7 +83,7 @@ class Destinations(msgspec.Struct, tag="places", kw_only=True):
     ``spans[u]``: unit u's (first wire block, index into ``ids``). ``ids``: wire-block ids, int64
     little-endian."""
 
-    want: _WantNumber
+    read_id: _ReadNumber
     units: _Number
     spans: Annotated[list[tuple[_Block, _Number]], Meta(min_length=1, max_length=MAX_UNITS)]
     ids: list[Annotated[bytes, Meta(max_length=MAX_MESSAGE)]]
@@ -92,19 +92,19 @@ class Destinations(msgspec.Struct, tag="places", kw_only=True):
 class UseTcp(msgspec.Struct, tag="plain", kw_only=True):
     """Reader: send the pages of this read over the TCP data connections."""
 
-    want: _WantNumber
+    read_id: _ReadNumber
 
 
 class PagesWritten(msgspec.Struct, tag="landed", kw_only=True):
     """Source: write ``number`` of this connection has written wire blocks
     ``first ... first + count - 1`` of a unit, in ``seconds``. ``digests``: see ``codec.py``."""
 
-    want: _WantNumber
+    read_id: _ReadNumber
     unit: _Number
     first: _Block
     count: _Count
     nbytes: _Size
-    number: _WantNumber
+    number: _ReadNumber
     seconds: Annotated[float, Meta(ge=0, le=86_400)]
     digests: Annotated[bytes, Meta(max_length=MAX_MESSAGE)]
 
@@ -112,13 +112,13 @@ class PagesWritten(msgspec.Struct, tag="landed", kw_only=True):
 class StopWriting(msgspec.Struct, tag="stop", kw_only=True):
     """Reader: write nothing more for this read."""
 
-    want: _WantNumber
+    read_id: _ReadNumber
 
 
 class WritesStopped(msgspec.Struct, tag="stopped", kw_only=True):
     """Source: no write of this read is under way, and none will start."""
 
-    want: _WantNumber
+    read_id: _ReadNumber
 
 
 NixlMessage = UnitLocations | Destinations | UseTcp | PagesWritten | StopWriting | WritesStopped

@@ -24,12 +24,12 @@ from kvconnect.protocol.cache_messages import (
     HostTierAddresses,
     Place,
     Sent,
-    Stop,
     decode,
     encode,
 )
 from kvconnect.protocol.codec import MAX_MESSAGE
-from kvconnect.protocol.messages import PROBE_READ_ID
+from kvconnect.protocol.hello import Reject
+from kvconnect.protocol.reads import PROBE_READ_ID, Cancel
 from kvconnect.tiers.peers.peer_agent import PeerAgent
 from kvconnect.transport.base import Disconnect
 from tests.unit.tiers import sharing_world
@@ -43,6 +43,7 @@ MEMORY = HostTierAddresses(1, 0, (1 << 62) - 1, 1, 4096)
 HIGHEST_PLACE = Place((1 << 32) - 1, (1 << 64) - 1, (1 << 64) - 1)
 MESSAGES: list[CacheMessage] = [
     HELLO,
+    Reject("weights", "others"),
     msgspec.structs.replace(HELLO, nonce=b"n" * 16),
     MEMORY,
     Ask(1, [SHORT, LONG]),
@@ -54,7 +55,7 @@ MESSAGES: list[CacheMessage] = [
     Fetch(1, 63, [WHOLE], [SHORT]),
     Fetch(1, 0, list(range(1024)), [LONG[:-2] + n.to_bytes(2, "big") for n in range(MAX_FETCHED)]),
     Sent(1, bytes(MAX_FETCHED)),
-    Stop(1),
+    Cancel(1),
 ]
 
 
@@ -108,6 +109,8 @@ OUT_OF_RANGE: list[tuple[CacheMessage, str, list[object]]] = [
     (HELLO, "groups", [[{1 << 16: 1}], [dict.fromkeys(range(1025), 1)], [{"0": 1}], [[0, 1]]]),
     (HELLO, "pages", [[0], [-1], [(1 << 16) + 1], [1] * 65, ["1"], 1, None]),
     (HELLO, "nonce", [bytes(17), "n" * 16, None, 1]),
+    (Reject("other", ""), "field", ["", "x" * 65, "line\nbreak", None, 1]),
+    (Reject("other", ""), "message", [None, 1, b""]),
     (MEMORY, "pid", [0, -1, 1 << 31, "1", None, True]),
     (MEMORY, "nonce", [-1, 1 << 62, 1 << 63, "1", None, b""]),
     (MEMORY, "slots", [-1, 1 << 62, 1 << 63, "1", None, b""]),
@@ -120,13 +123,13 @@ OUT_OF_RANGE: list[tuple[CacheMessage, str, list[object]]] = [
     (Found(1, b"\1"), "places", [[[1 << 32, 0, 0]], [[-1, 0, 0]], [[0, -1, 0]], [[0, 0, -1]]]),
     (Found(1, b"\1"), "places", [[[0, 0]], [[]], [0], [[0, 0, "1"]], [[0, None, 0]], None, {}]),
     (Found(1, b""), "places", [[[0, 0, 0]] * (MAX_ASKED + 1)]),
-    (Fetch(1, 0, [0], [SHORT]), "fetch", NUMBER),
+    (Fetch(1, 0, [0], [SHORT]), "read_id", NUMBER),
     (Fetch(1, 0, [0], [SHORT]), "group", [-1, 64, 1.5, "0", None, True]),
     (Fetch(1, 0, [0], [SHORT]), "units", [[], [0, 0], [-1], [1 << 16], list(range(1025)), None]),
     (Fetch(1, 0, [0], [SHORT]), "keys", [*KEYS, [SHORT] * 2, [SHORT] * (MAX_FETCHED + 1)]),
-    (Sent(1, b"\1"), "fetch", NUMBER),
+    (Sent(1, b"\1"), "read_id", NUMBER),
     (Sent(1, b"\1"), "outcomes", [bytes(MAX_FETCHED + 1), "1", [1], None]),
-    (Stop(1), "fetch", NUMBER),
+    (Cancel(1), "read_id", NUMBER),
 ]
 
 
@@ -158,8 +161,8 @@ def test_a_field_that_is_missing_is_refused(message: CacheMessage) -> None:
         b"",
         b"\xc1",
         msgspec.msgpack.encode({"type": "evict", "fetch": 1}),
-        msgspec.msgpack.encode(["stop", 1]),
-        encode(Stop(1)) + b"\0",
+        msgspec.msgpack.encode(["cancel", 1]),
+        encode(Cancel(1)) + b"\0",
         b"\x91" * 100_000,  # nested more deeply than a stack
         bytes(MAX_MESSAGE + 1),
     ],
@@ -195,15 +198,16 @@ FROM_A_READER: dict[str, Say] = {
 FROM_A_SOURCE: dict[str, Say] = {
     "a question": lambda it: [Ask(1, [key_of(it)])],
     "a fetch": lambda it: [Fetch(1, 0, [WHOLE], [key_of(it)])],
-    "a stop": lambda _: [Stop(1)],
+    "a cancel": lambda _: [Cancel(1)],
     "another hello": lambda it: [hello_of(it)],
 }
 TOO_EARLY: dict[str, Say] = {
+    "a refusal": lambda _: [Reject("weights", "others")],
     "a question": lambda it: [Ask(1, [key_of(it)])],
     "a fetch": lambda it: [Fetch(1, 0, [WHOLE], [key_of(it)])],
     "an answer": lambda _: [Found(1, b"\1")],
     "an outcome": lambda _: [Sent(1, b"\1")],
-    "a stop": lambda _: [Stop(1)],
+    "a cancel": lambda _: [Cancel(1)],
     "a hello of no version": lambda it: [msgspec.structs.replace(hello_of(it), protocol=(2, 1))],
     "a hello of a later version": lambda it: [
         msgspec.structs.replace(hello_of(it), protocol=(9, 9))
@@ -220,7 +224,7 @@ OTHER_BLOCKS: dict[str, Say] = {
 """From a source; what a reader keeps is checked when it asks for it."""
 HARMLESS: dict[str, Say] = {
     "a question": lambda it: [Ask(1, [key_of(it), SHORT])],
-    "a stop of what has ended": lambda _: [Stop(1)],
+    "a cancel of what has ended": lambda _: [Cancel(1)],
     "a fetch of what is not there": lambda _: [Fetch(1, 0, [WHOLE], [SHORT])],
 }
 """From a reader, after it has said hello."""
@@ -356,5 +360,5 @@ def test_an_error_that_ends_more_is_found(world: World, monkeypatch: pytest.Monk
     monkeypatch.setattr(PeerAgent, "_end", end_all)
     first, hostile, _ = world.engines
     with pytest.raises(AssertionError):
-        hears(world, end_at(first, hostile, reads=True), [Stop(1)])
+        hears(world, end_at(first, hostile, reads=True), [Cancel(1)])
     world.end()

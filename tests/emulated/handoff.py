@@ -43,7 +43,7 @@ from kvconnect.disaggregation.staging import StagedMemory
 from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.offload.streams import DeviceFence, make_streams
 from kvconnect.protocol.identity import Identity, Weights
-from kvconnect.protocol.messages import GroupHello, Hello
+from kvconnect.protocol.messages import GroupHello, HandoffHello
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.testing import inproc
 from kvconnect.testing.inproc import InprocTransport, Network
@@ -147,7 +147,7 @@ class Side:
         )
         engine = "sender" if sends else "receiver"
         rank = Rank(0, 1, 0, 1)
-        hello = Hello(
+        hello = HandoffHello(
             software="test",
             engine_id=engine,
             epoch=0,

@@ -23,7 +23,7 @@ from kvconnect.disaggregation.messages import (
 from kvconnect.disaggregation.sessions import PathPreference, Sessions
 from kvconnect.disaggregation.staging import HostMemory, StagedMemory
 from kvconnect.protocol.identity import Identity, Weights
-from kvconnect.protocol.messages import GroupHello, Hello
+from kvconnect.protocol.messages import GroupHello, HandoffHello
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import ConnectionOptions, Security
@@ -88,7 +88,7 @@ class Engine:
             order="NHC" if self.nhd else "HNC",
             splittable=True,
         )
-        hello = Hello(
+        hello = HandoffHello(
             software="test",
             engine_id="sender" if self.sends else "receiver",
             epoch=0,

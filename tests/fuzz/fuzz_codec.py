@@ -30,8 +30,10 @@ from kvconnect.protocol import (
     codec,
     frames,
     handoff_request,
+    hello,
     messages,
     nixl_messages,
+    reads,
     tickets,
 )
 from kvconnect.protocol.auth import ClientAuth, Opening, ServerAuth
@@ -58,7 +60,7 @@ GROUP = messages.GroupHello(
     order="HNC",
     splittable=True,
 )
-HELLO = messages.Hello(
+HELLO = messages.HandoffHello(
     software="fuzz",
     engine_id="engine",
     epoch=1,
@@ -69,15 +71,15 @@ HELLO = messages.Hello(
 )
 MESSAGES = [
     HELLO,
-    messages.Reject("model", "differs"),
+    hello.Reject("model", "differs"),
     messages.ReadRequest(1, TRANSFER, True, [(0, 0, 5), (1, 2, 3)], NO_PROMPT),
-    messages.Cancel(1),
+    reads.Cancel(1),
     messages.ReadDone(1),
     messages.Fail(1, "gone", "expired"),
     messages.Alive([1, 2, 3]),
     messages.Renew([TRANSFER]),
     messages.Decline(TRANSFER),
-    messages.Probe(want=messages.PROBE_READ_ID),
+    messages.Probe(read_id=reads.PROBE_READ_ID),
 ]
 KEYS = [bytes(18), bytes(49)]
 CACHE_MESSAGES: list[cache_messages.CacheMessage] = [
@@ -89,7 +91,8 @@ CACHE_MESSAGES: list[cache_messages.CacheMessage] = [
     cache_messages.Found(1, bytes([1, 0]), [cache_messages.Place(1, 2, 3)]),
     cache_messages.Fetch(2, 0, [0, 1], KEYS),
     cache_messages.Sent(2, bytes([1, 2])),
-    cache_messages.Stop(2),
+    reads.Cancel(2),
+    hello.Reject("weights", "others"),
 ]
 OFFER = nixl_messages.NixlOffer(backend="UCX", version="1.5.1", agent="a", metadata=b"opaque")
 UNIT = nixl_messages.UnitLocation(
@@ -97,13 +100,13 @@ UNIT = nixl_messages.UnitLocation(
 )
 NIXL_MESSAGES: list[nixl_messages.NixlMessage] = [
     nixl_messages.UnitLocations(number=0, first=0, units=[UNIT]),
-    nixl_messages.Destinations(want=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
-    nixl_messages.UseTcp(want=1),
+    nixl_messages.Destinations(read_id=1, units=0, spans=[(0, 0)], ids=[bytes(8)]),
+    nixl_messages.UseTcp(read_id=1),
     nixl_messages.PagesWritten(
-        want=1, unit=0, first=0, count=1, nbytes=8, number=1, seconds=0.5, digests=bytes(8)
+        read_id=1, unit=0, first=0, count=1, nbytes=8, number=1, seconds=0.5, digests=bytes(8)
     ),
-    nixl_messages.StopWriting(want=1),
-    nixl_messages.WritesStopped(want=1),
+    nixl_messages.StopWriting(read_id=1),
+    nixl_messages.WritesStopped(read_id=1),
 ]
 TICKET = tickets.Ticket(
     transfer=TRANSFER,
@@ -225,7 +228,7 @@ def fuzz_offer(rng: random.Random) -> None:
 def fuzz_session(rng: random.Random) -> None:
     """A greeting that can be read gives an agreement or a named refusal, in both roles."""
     hello = messages.decode(mutant(rng, messages.encode(HELLO)))
-    if isinstance(hello, messages.Hello):
+    if isinstance(hello, messages.HandoffHello):
         for reader, source in ((hello, HELLO), (HELLO, hello)):
             for unit in negotiate(reader, source).units:
                 assert 0 <= unit[0] < len(HELLO.groups)

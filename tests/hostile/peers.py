@@ -21,7 +21,7 @@ from kvconnect.errors import ProtocolError, Refused, TransferFailed
 from kvconnect.protocol import codec, frames, messages, nixl_messages, tickets
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.identity import Identity, Weights
-from kvconnect.protocol.messages import PROBE_READ_ID, GroupHello, Hello
+from kvconnect.protocol.messages import PROBE_READ_ID, GroupHello, HandoffHello
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, identify
 from kvconnect.testing.buffers import PageMemory, plain_unit
 from kvconnect.transport import Security, Transport, make_transport
@@ -158,7 +158,7 @@ def _hello(rng: random.Random, plain: bool = False, **other: object) -> bytes:
     rank = rng.choice(ranks[:1] if plain else ranks)
     group["heads"] = max(1, 4 // rank.tp)
     said = {"engine_id": f"evil{rng.randrange(10**6)}", "epoch": 0, **other}
-    hello = Hello(
+    hello = HandoffHello(
         software="evil",
         rank=rank,
         identity=Identity(weights=Weights(files="tiny")),
@@ -347,11 +347,11 @@ def _answer_probes(wire: Wire) -> int:
     while True:
         for message in wire.hear():
             if isinstance(message, messages.ReadRequest):
-                return message.want
+                return message.read_id
             if isinstance(message, messages.Probe):
-                blocks = range([16, 128][message.want - PROBE_READ_ID])
+                blocks = range([16, 128][message.read_id - PROBE_READ_ID])
                 for first in blocks[::16]:
-                    wire.send(message.want, 0, blocks[first : first + 16], bytes(16 << 16))
+                    wire.send(message.read_id, 0, blocks[first : first + 16], bytes(16 << 16))
 
 
 def _send_pages(wire: Wire, rng: random.Random, read_id: int, unit: int, block: int) -> None:
@@ -432,11 +432,15 @@ def _fitting_requests(rng: random.Random, own: PageMemory) -> Iterator[bytes]:
     yield nixl_messages.encode(nixl_messages.UnitLocations(number=0, first=0, units=[place]))
     ids = array("q", range(10)).tobytes()
     for read_id in rng.sample(range(6), 6):
-        where = nixl_messages.Destinations(want=read_id, units=0, spans=[(0, 0)], ids=[ids])
-        said: list[nixl_messages.NixlMessage] = [where, where, nixl_messages.UseTcp(want=read_id)]
-        yield nixl_messages.encode(rng.choice([*said, nixl_messages.StopWriting(want=read_id)]))
+        where = nixl_messages.Destinations(read_id=read_id, units=0, spans=[(0, 0)], ids=[ids])
+        said: list[nixl_messages.NixlMessage] = [
+            where,
+            where,
+            nixl_messages.UseTcp(read_id=read_id),
+        ]
+        yield nixl_messages.encode(rng.choice([*said, nixl_messages.StopWriting(read_id=read_id)]))
     for read_id in rng.sample(range(6), 6):
-        yield nixl_messages.encode(nixl_messages.StopWriting(want=read_id))
+        yield nixl_messages.encode(nixl_messages.StopWriting(read_id=read_id))
 
 
 def _fitting_writes(rng: random.Random, wire: Wire) -> Iterator[bytes]:
@@ -447,7 +451,7 @@ def _fitting_writes(rng: random.Random, wire: Wire) -> Iterator[bytes]:
     for number, read_id in enumerate(rng.sample(range(6), 6)):
         for first in (0, 5):
             message = nixl_messages.PagesWritten(
-                want=read_id,
+                read_id=read_id,
                 unit=0,
                 first=first,
                 count=5,
@@ -530,13 +534,13 @@ def _nixl_message(rng: random.Random) -> bytes:
                     number=rng.randrange(3), first=rng.choice([0, 0, 1]), units=[place]
                 ),
                 nixl_messages.Destinations(
-                    want=read_id, units=rng.randrange(3), spans=spans, ids=[ids]
+                    read_id=read_id, units=rng.randrange(3), spans=spans, ids=[ids]
                 ),
-                nixl_messages.UseTcp(want=read_id),
-                nixl_messages.StopWriting(want=read_id),
-                nixl_messages.WritesStopped(want=read_id),
+                nixl_messages.UseTcp(read_id=read_id),
+                nixl_messages.StopWriting(read_id=read_id),
+                nixl_messages.WritesStopped(read_id=read_id),
                 nixl_messages.PagesWritten(
-                    want=read_id, unit=rng.choice([0, 0, 9]), number=1, **landed
+                    read_id=read_id, unit=rng.choice([0, 0, 9]), number=1, **landed
                 ),
             ]
         )

@@ -25,7 +25,7 @@ from kvconnect.disaggregation.sessions import GroupPages
 from kvconnect.disaggregation.staging import PiecewiseMemory
 from kvconnect.errors import Incompatible
 from kvconnect.protocol.identity import Identity
-from kvconnect.protocol.messages import GroupHello, Hello
+from kvconnect.protocol.messages import GroupHello, HandoffHello
 from kvconnect.protocol.topology import head_range
 from kvconnect.transport.base import MemoryRegion
 from kvconnect.types import Rank
@@ -99,7 +99,7 @@ def describe(args: Any, model: Model, timeout_s: float, identity: Identity) -> W
         else:
             pages.append(_pages(states[number], at, 1, 1))
         groups.append(_group(pages[-1], 1, count, own))
-    hello = Hello(
+    hello = HandoffHello(
         software=f"kvconnect {engine_versions.installed('kvconnect')}",
         engine_id=f"sglang-{secrets.token_hex(8)}",
         epoch=0,

@@ -18,7 +18,7 @@ from kvconnect.disaggregation.staging import make_memory
 from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.errors import Incompatible
 from kvconnect.protocol.identity import Identity
-from kvconnect.protocol.messages import Hello
+from kvconnect.protocol.messages import HandoffHello
 from kvconnect.settings import Settings
 from kvconnect.settings.addresses import listen_address
 from kvconnect.transport.security import NoLocalKey
@@ -101,7 +101,7 @@ def _hello(
     kv_caches: Mapping[str, torch.Tensor],
     pages: tuple[GroupPages, ...],
     identity: Identity,
-) -> Hello:
+) -> HandoffHello:
     """Return this worker's Hello; each step sets the epoch.
 
     Raises:
@@ -109,7 +109,7 @@ def _hello(
     """
     parallel = vllm_config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    return Hello(
+    return HandoffHello(
         software=f"kvconnect {engine_versions.installed('kvconnect')}",
         engine_id=vllm_config.kv_transfer_config.engine_id,
         epoch=0,

@@ -19,7 +19,7 @@ from kvconnect.offload.hints.plan import KEPT
 from kvconnect.offload.index import QUARANTINED
 from kvconnect.offload.ledger import Owner
 from kvconnect.protocol.cache_hints import CacheHint, IgnoredHint
-from kvconnect.protocol.messages import REFUSAL_FIELDS
+from kvconnect.protocol.hello import REFUSAL_FIELDS
 from kvconnect.stats import (
     MOST_LABELS,
     OTHER,

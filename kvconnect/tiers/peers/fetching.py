@@ -19,8 +19,8 @@ from kvconnect.protocol.cache_messages import (
     FetchOutcome,
     Place,
     Sent,
-    Stop,
 )
+from kvconnect.protocol.reads import Cancel
 from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.peers.asking import Holders
 from kvconnect.tiers.peers.same_machine import SourceMemory
@@ -106,11 +106,11 @@ class Reads:
     def on_sent(self, peer: PeerId, message: Sent) -> None:
         """A source sends no more; raises :class:`ProtocolError` for an unknown read of it."""
         with self._sources.changed:
-            read = self._open.get(message.fetch)
+            read = self._open.get(message.read_id)
             if read is None:
                 return
             if read.source.peer != peer or len(message.outcomes) != len(read.places):
-                raise ProtocolError(f"outcome of fetch {message.fetch}, which was not asked for")
+                raise ProtocolError(f"outcome of fetch {message.read_id}, which was not asked for")
             read.outcomes = message.outcomes
             read.settle()
             self._sources.changed.notify_all()
@@ -234,7 +234,7 @@ class Reads:
                 read.stopped = True
                 read.source.breaker.failed(now)
         for read in late:
-            self._sources.say(read.source.peer, Stop(read.number))
+            self._sources.say(read.source.peer, Cancel(read.number))
         for read in reads:  # also those that have ended: the transport keeps a read until then
             self._sources.transport.cancel(read.source.peer, read.number)
         with changed:

@@ -16,7 +16,7 @@ import msgspec
 
 from kvconnect import threads
 from kvconnect.cache.head_shards import HeadUnit
-from kvconnect.errors import KVConnectError, ProtocolError, contained
+from kvconnect.errors import KVConnectError, ProtocolError, Refused, TransferFailed, contained
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.peers.connections import connection_options
 from kvconnect.protocol.addresses import Addresses
@@ -31,6 +31,7 @@ from kvconnect.protocol.cache_messages import (
     encode,
 )
 from kvconnect.protocol.codec import PROTOCOL, common_protocol
+from kvconnect.protocol.hello import Reject
 from kvconnect.protocol.identity import Identity, Weights, other_weights
 from kvconnect.settings import Settings
 from kvconnect.settings.addresses import listen_address
@@ -250,6 +251,8 @@ class PeerAgent:
     def _on_message(self, peer: PeerId, connection: _Connection, message: CacheMessage) -> None:
         if isinstance(message, CacheHello):
             self._on_hello(peer, connection, message)
+        elif isinstance(message, Reject):
+            raise TransferFailed(f"refused by the peer: {message.message}")
         elif not connection.agreed:
             raise ProtocolError(f"{type(message).__name__} before an agreement")
         elif connection.inbound:
@@ -317,6 +320,8 @@ class PeerAgent:
         """End the connection that an error came from."""
         if not isinstance(error, KVConnectError):  # a bug here
             logger.error("unexpected error; this connection ends", exc_info=error)
+        if isinstance(error, Refused):
+            self._transport.submit(PeerMessage(peer, encode(Reject(error.field, str(error)))))
         self._transport.submit(Disconnect(peer, f"{type(error).__name__}: {error}"))
 
 

@@ -22,9 +22,9 @@ from kvconnect.protocol.cache_messages import (
     FetchOutcome,
     Found,
     Sent,
-    Stop,
     encode,
 )
+from kvconnect.protocol.reads import Cancel
 from kvconnect.tiers.backends.base import StoreMeter
 from kvconnect.tiers.peers.same_machine import OwnMemory
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
@@ -162,9 +162,9 @@ class Serving:
             self._say(peer, Found(message.ask, found, self._memory.places(peer, blocks)))
         elif isinstance(message, Fetch):
             self._fetch(peer, message)
-        elif isinstance(message, Stop):
-            if (peer, message.fetch) in self._sending:
-                self._transport.cancel(peer, message.fetch)
+        elif isinstance(message, Cancel):
+            if (peer, message.read_id) in self._sending:
+                self._transport.cancel(peer, message.read_id)
         else:
             raise ProtocolError(f"{type(message).__name__} from a reader")
 
@@ -195,8 +195,8 @@ class Serving:
         self._memory.close()
 
     def _fetch(self, peer: PeerId, fetch: Fetch) -> None:
-        if (peer, fetch.fetch) in self._sending:
-            raise ProtocolError(f"fetch {fetch.fetch} is asked for twice")
+        if (peer, fetch.read_id) in self._sending:
+            raise ProtocolError(f"fetch {fetch.read_id} is asked for twice")
         if fetch.group >= len(self._groups):
             raise ProtocolError(f"there is no group {fetch.group} here")
         group = self._groups[fetch.group]
@@ -213,14 +213,14 @@ class Serving:
         if not count or not self._limit.admit(nbytes, self._addresses[peer]):
             outcome = FetchOutcome.BUSY if count else FetchOutcome.ABSENT
             self._meter.refused(count)
-            self._say(peer, Sent(fetch.fetch, bytes([outcome]) * len(blocks)))
+            self._say(peer, Sent(fetch.read_id, bytes([outcome]) * len(blocks)))
             return
         runs = list(_runs(blocks))
         sending = _Sending(blocks, nbytes, len(runs) * len(fetch.units))
-        self._sending[peer, fetch.fetch] = sending
+        self._sending[peer, fetch.read_id] = sending
         for first, page, slots in runs:
             for place, unit in enumerate(units[page]):
-                order = OutgoingPages(peer, fetch.fetch, place, unit, first, slots)
+                order = OutgoingPages(peer, fetch.read_id, place, unit, first, slots)
                 self._transport.submit(order)
 
     def _intact(

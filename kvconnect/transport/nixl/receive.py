@@ -95,7 +95,7 @@ class InboundWrites:
         if read.over_tcp:
             self._context.tcp.cancel(number)
         # Sent even if the source has no destinations, so that it drops the orders it holds.
-        self._context.say(StopWriting(want=number))
+        self._context.say(StopWriting(read_id=number))
         self._report_drained(read)
         return True
 
@@ -117,20 +117,20 @@ class InboundWrites:
             ProtocolError: these pages were not requested.
         """
         with self._lock:
-            read = self._reads.get(written.want)
+            read = self._reads.get(written.read_id)
             if read is None:
-                if written.want not in self._ended:
-                    raise ProtocolError(f"pages of read {written.want}, which is not known here")
+                if written.read_id not in self._ended:
+                    raise ProtocolError(f"pages of read {written.read_id}, which is not known here")
                 return
             if read.over_tcp or not read.placed:
-                raise ProtocolError(f"pages of read {written.want}, which has no place yet")
+                raise ProtocolError(f"pages of read {written.read_id}, which has no place yet")
             self._check(read.order, written)
             read.left -= written.count
             if read.left < 0:
-                raise ProtocolError(f"more pages of read {written.want} than were asked for")
+                raise ProtocolError(f"more pages of read {written.read_id} than were asked for")
             read.busy += 1
         waiting = ExitStack()
-        waiting.enter_context(self._context.watch.over(written.want, 0))
+        waiting.enter_context(self._context.watch.over(written.read_id, 0))
         self._worker.call(
             lambda _: self._worker.watch(partial(self._check_notification, read, written, waiting))
         )
@@ -157,7 +157,7 @@ class InboundWrites:
         spans = [
             (first, chosen.setdefault(ids.tobytes(), len(chosen))) for first, ids in order.spans
         ]
-        places = Destinations(want=order.read_id, units=number, spans=spans, ids=list(chosen))
+        places = Destinations(read_id=order.read_id, units=number, spans=spans, ids=list(chosen))
         fits = len(nixl_messages.encode(places)) <= MAX_MESSAGE
         self._tell_source(read, places if fits else None)
 
@@ -169,7 +169,7 @@ class InboundWrites:
             read.placed, read.over_tcp = True, places is None
             if read.over_tcp:  # under the lock, so that no cancel comes in between
                 self._context.tcp.submit(read.order)
-        self._context.say(places or UseTcp(want=read.order.read_id))
+        self._context.say(places or UseTcp(read_id=read.order.read_id))
 
     def _number_of(self, units: Sequence[Unit]) -> int | None:
         """Return the number of a list of units, which is sent to the source first if it is new.
@@ -204,12 +204,14 @@ class InboundWrites:
     def _check(self, order: IncomingPages, written: PagesWritten) -> None:
         if written.unit >= len(order.units):
             raise ProtocolError(
-                f"unit {written.unit} of read {written.want}, of {len(order.units)}"
+                f"unit {written.unit} of read {written.read_id}, of {len(order.units)}"
             )
         first, ids = order.spans[written.unit]
         start, size = written.first - first, order.units[written.unit].block_bytes
         if start < 0 or start + written.count > len(ids):
-            raise ProtocolError(f"blocks outside what was asked for: {written.want, written.first}")
+            raise ProtocolError(
+                f"blocks outside what was asked for: {written.read_id, written.first}"
+            )
         blocks = digested(written.first, written.count, written.unit, self._period)
         if (written.nbytes, len(written.digests)) != (
             written.count * size,
@@ -252,7 +254,7 @@ class InboundWrites:
                 self._context.events.put(
                     PagesReceived(
                         self._context.peer,
-                        written.want,
+                        written.read_id,
                         number,
                         written.first,
                         written.count,

@@ -137,7 +137,7 @@ class OutboundWrites:
         if max(index for _, index in message.spans) >= len(lists):
             raise ProtocolError(f"a span that is not among {len(lists)}")
         self._answer(
-            message.want,
+            message.read_id,
             [
                 _Span(place, first, lists[index])
                 for place, (first, index) in zip(places, message.spans, strict=True)
@@ -163,7 +163,7 @@ class OutboundWrites:
                 if read.busy:
                     return
                 del self._reads[number]
-        self._context.say(WritesStopped(want=number))
+        self._context.say(WritesStopped(read_id=number))
 
     def end(self, agent: NixlAgent) -> None:
         """End the writes under way. For the agent's thread."""
@@ -264,7 +264,7 @@ class OutboundWrites:
             if read.stopped:
                 del self._reads[number]  # only once: a stopped read gets no new writes
         if read.stopped:
-            self._context.say(WritesStopped(want=number))
+            self._context.say(WritesStopped(read_id=number))
 
 
 def _blocks_per_write(here: Unit, there: Unit) -> int:

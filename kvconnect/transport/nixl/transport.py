@@ -170,16 +170,16 @@ class NixlPath:
         if isinstance(message, PagesWritten):
             self._inbound.on_written(message)
         elif isinstance(message, WritesStopped):
-            self._inbound.on_stopped(message.want)
+            self._inbound.on_stopped(message.read_id)
         elif isinstance(message, UnitLocations):
             self._outbound.on_units(message)
         elif isinstance(message, Destinations):
             self._outbound.on_places(message)
         elif isinstance(message, UseTcp):
-            self._outbound.on_use_tcp(message.want)
+            self._outbound.on_use_tcp(message.read_id)
         else:
             assert isinstance(message, StopWriting)
-            self._outbound.on_stop(message.want)
+            self._outbound.on_stop(message.read_id)
 
     def close(self, reason: str, done: Callable[[], None]) -> None:
         """End everything; ``done`` is called, on any thread, once no write of the other side can

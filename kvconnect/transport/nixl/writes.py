@@ -115,7 +115,7 @@ class WriteQueue:
         agent.release(write.handle)
         write.watched.close()
         written = PagesWritten(
-            want=write.order.read_id,
+            read_id=write.order.read_id,
             unit=write.order.number,
             first=write.first,
             count=write.count,

@@ -23,7 +23,7 @@ from kvconnect.disaggregation.prefill_planner import PrefillPlanner  # noqa: E40
 from kvconnect.disaggregation.prefill_reads import ServedRead  # noqa: E402
 from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
 from kvconnect.protocol.codec import MessageReader  # noqa: E402
-from kvconnect.protocol.messages import Hello  # noqa: E402
+from kvconnect.protocol.messages import HandoffHello  # noqa: E402
 from kvconnect.transport.tcp.peer import Peer  # noqa: E402
 from kvconnect.types import FailureCause, Rank, Span, TransferId  # noqa: E402
 from tests.fakes.handoff_engine import (  # noqa: E402
@@ -71,7 +71,7 @@ def test_an_error_that_a_peer_raises_ends_its_connection_alone(
         real = getattr(owner, name)
 
         def fail(self: object, subject: object, *rest: object) -> object:
-            inbound = rest[0].epoch == 7 if rest and isinstance(rest[0], Hello) else True
+            inbound = rest[0].epoch == 7 if rest and isinstance(rest[0], HandoffHello) else True
             if getattr(subject, "inbound", inbound):
                 raise ZeroDivisionError("a bug")
             return real(self, subject, *rest)

@@ -15,8 +15,9 @@ from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
 from kvconnect.disaggregation.states import SessionState
 from kvconnect.errors import Refused
 from kvconnect.protocol import messages
+from kvconnect.protocol.hello import REFUSAL_FIELDS
 from kvconnect.protocol.identity import Identity, Weights
-from kvconnect.protocol.messages import Decline, GroupHello, Hello, Reject, Renew
+from kvconnect.protocol.messages import Decline, GroupHello, HandoffHello, Reject, Renew
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.testing.inproc import InprocTransport
 from kvconnect.transport.base import Disconnect, Event, PeerDown, PeerId, PeerMessage, PeerUp
@@ -32,7 +33,7 @@ GROUP = GroupHello(
     order="HNC",
     splittable=True,
 )
-HELLO = Hello(
+HELLO = HandoffHello(
     software="test",
     engine_id="here",
     epoch=1,
@@ -138,7 +139,7 @@ def test_a_refusal_is_logged_though_the_peer_closes_first(caplog: pytest.LogCapt
 
 def test_the_errors_that_a_path_can_raise_are_metric_labels() -> None:
     for field in ("transport", "rate"):
-        assert Refused(field, "x").field in messages.REFUSAL_FIELDS
+        assert Refused(field, "x").field in REFUSAL_FIELDS
 
 
 def test_leases_are_renewed_for_an_engine_that_stands_still_but_not_for_long() -> None:

@@ -12,14 +12,20 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvconnect import cli
 from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.doctor import Finding, cache_peers
 from kvconnect.offload.host_arena import HostArena
+from kvconnect.protocol.cache_messages import CacheHello, CacheMessage, Found, encode
+from kvconnect.protocol.hello import Reject
 from kvconnect.settings import check_settings
 from kvconnect.tiers.peers import same_machine
 from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
+from kvconnect.transport.base import MessageReceived, PeerId
+
+HELLO = CacheHello(engine=bytes(16), format=b"f", layout=b"l", groups=[{0: 1}])
 
 
 class Workers:
@@ -95,6 +101,25 @@ def test_another_key(workers: Workers) -> None:
     address = workers.start()
     (found,) = workers.ask(address, key_file=workers.other_key)
     assert (found.status, found.fix) == ("fail", "give both sides the same --key-file")
+
+
+@pytest.mark.parametrize(
+    ("message", "said", "fix"),
+    [
+        (Reject("protocol", "9 to 9 there"), "9 to 9 there", "same version"),
+        (HELLO, "", ""),  # the control
+        (replace(HELLO, protocol=(9, 9)), "9 to 9 there", "same version"),
+        (Reject("other", "busy"), "busy", "use the port"),
+        (Found(1, b""), "Found before its hello", "use the port"),
+    ],
+    ids=["refusal", "hello", "hello of another version", "another refusal", "no hello"],
+)
+def test_a_worker_that_does_not_agree(message: CacheMessage, said: str, fix: str) -> None:
+    worker = cache_peers._Worker("192.0.2.1:7000", "192.0.2.1")
+    assert worker.take(MessageReceived(PeerId(1), encode(message)), lambda _: None)
+    assert (worker.finding is None) == (said == "") == (worker.hello is not None)
+    if worker.finding is not None:
+        assert said in worker.finding.value and fix in worker.finding.fix
 
 
 def test_nobody_there(workers: Workers) -> None:

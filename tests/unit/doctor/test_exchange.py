@@ -11,21 +11,21 @@ from kvconnect.doctor.exchange import (
     DoctorMessage,
     SocketTestPort,
     SocketTestRequest,
-    SourceClosed,
     TransferRequest,
     decode,
     encode,
 )
 from kvconnect.errors import ProtocolError
+from kvconnect.protocol.hello import Reject
 
 MESSAGES: list[DoctorMessage] = [
-    DoctorHello(4096, "cpu"),
+    DoctorHello(area_bytes=4096, device="cpu"),
     TransferRequest(1, 4096, [0, 5]),
     CpuRequest(),
     CpuSeconds(1.5),
     SocketTestRequest(2, 1 << 20),
     SocketTestPort(7000, bytes(16)),
-    SourceClosed("because"),
+    Reject("other", "because"),
 ]
 
 
@@ -37,8 +37,8 @@ def test_messages_arrive_as_they_were(message: DoctorMessage) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        DoctorHello(0, "cpu"),
-        DoctorHello(1, "x" * 65),
+        DoctorHello(area_bytes=0, device="cpu"),
+        DoctorHello(area_bytes=1, device="x" * 65),
         TransferRequest(0, 4096, [0]),
         TransferRequest(1, 0, [0]),
         TransferRequest(1, 4096, []),

@@ -380,10 +380,6 @@ def test_no_two_grains_of_the_pattern_are_alike() -> None:
             encode(TransferRequest(1, 64 << 10, [64])),
             "page 64 does not exist; the test buffer has 64",
         ),
-        (
-            encode(DoctorHello(1, "cpu", version=2)),
-            "version 2 of the doctor's protocol, this side 1",
-        ),
         (encode(CpuSeconds(1.0)), "unexpected message CpuSeconds"),
         (b"engine", "cannot be read"),
     ],
@@ -429,7 +425,6 @@ class Answering:
     [
         (b"an engine", "cannot be read"),
         (encode(CpuSeconds(1.0)), "message CpuSeconds instead of DoctorHello"),
-        (encode(DoctorHello(4096, "cpu", version=7)), "version 7 of the doctor's protocol"),
     ],
 )
 def test_something_else_at_the_address_is_named(answer: bytes, reason: str) -> None:
@@ -439,6 +434,23 @@ def test_something_else_at_the_address_is_named(answer: bytes, reason: str) -> N
         reading(other.port),
     ):
         raise AssertionError("it was taken for a source")
+
+
+OTHER_VERSION = encode(DoctorHello(protocol=(9, 9), area_bytes=4096, device="cpu"))
+
+
+def test_a_doctor_of_another_version_is_refused_by_both_sides() -> None:
+    with served() as source, reading(source.port) as reader:
+        reader._transport.submit(PeerMessage(reader._peer, OTHER_VERSION))
+        with pytest.raises(Refused, match="9 to 9 there; upgrade") as by_the_source:
+            reader._cpu_s()
+    with (
+        Answering(OTHER_VERSION) as other,
+        pytest.raises(Refused, match="9 to 9 there; upgrade") as by_the_reader,
+        reading(other.port),
+    ):
+        raise AssertionError("it was taken for a source")
+    assert by_the_source.value.field == by_the_reader.value.field == "protocol"
 
 
 def test_a_refused_reader_is_told_apart_from_a_broken_one() -> None:

@@ -14,7 +14,7 @@ from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
 from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.errors import Incompatible, Refused
 from kvconnect.protocol.identity import Identity, Weights
-from kvconnect.protocol.messages import Hello
+from kvconnect.protocol.messages import HandoffHello
 from kvconnect.protocol.negotiation import negotiate
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.testing.inproc import InprocTransport
@@ -80,14 +80,14 @@ def test_rows_may_differ_within_a_group() -> None:
     assert handoff_pages.row_bytes(pages[::2]) == 1152
 
 
-def hello_of(cache: Cache, layout: str = "BLHNC", tp: int = 1) -> Hello:
+def hello_of(cache: Cache, layout: str = "BLHNC", tp: int = 1) -> HandoffHello:
     """What a worker with this cache greets others with."""
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_layout=layout),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp),
     )
     pages = handoff_pages.handoff_pages(cache.config, cache.views)
-    return Hello(
+    return HandoffHello(
         software="s",
         engine_id="e",
         epoch=1,

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import KVConnectError, ProtocolError
 from kvconnect.protocol.codec import MAX_MESSAGE
+from kvconnect.protocol.hello import MAX_TEXT
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import (
-    MAX_TEXT,
     PROBE_READ_ID,
     Alive,
     Cancel,
     Decline,
     Fail,
     GroupHello,
-    Hello,
+    HandoffHello,
     Message,
     Probe,
     ReadDone,
@@ -35,7 +35,7 @@ from kvconnect.types import Rank
 
 TRANSFER = b"0123456789abcdef"
 
-HELLO = Hello(
+HELLO = HandoffHello(
     features=["layers"],
     software="kvconnect 0.1.0",
     engine_id="prefill-0",
@@ -68,7 +68,7 @@ MESSAGES: list[Message] = [
     Alive([1, 2, 3]),
     Renew([TRANSFER]),
     Decline(TRANSFER),
-    Probe(want=PROBE_READ_ID),
+    Probe(read_id=PROBE_READ_ID),
 ]
 
 
@@ -94,10 +94,10 @@ GROUP = ("groups", 0)
 @pytest.mark.parametrize(
     ("message", "path", "value"),
     [
-        (WANT, ("want",), -1),
-        (WANT, ("want",), 2**63),
-        (WANT, ("want",), PROBE_READ_ID),
-        (WANT, ("want",), "3"),
+        (WANT, ("read_id",), -1),
+        (WANT, ("read_id",), 2**63),
+        (WANT, ("read_id",), PROBE_READ_ID),
+        (WANT, ("read_id",), "3"),
         (WANT, ("transfer",), TRANSFER[:15]),
         (WANT, ("prompt", 0), -1),
         (WANT, ("prompt", 1), bytes(15)),
@@ -116,7 +116,7 @@ GROUP = ("groups", 0)
         (WANT, ("parts", 0), [0, 0, 0]),
         (WANT, ("parts", 0), [0, 0, 1 << 24]),
         (Cancel(1), ("type",), "hack"),
-        (Alive([1]), ("wants",), [1] * 70_000),
+        (Alive([1]), ("read_ids",), [1] * 70_000),
         (Renew([TRANSFER]), ("transfers",), [b"short"]),
         (Renew([TRANSFER]), ("transfers",), [TRANSFER] * 4097),
         (Fail(1, "gone", ""), ("cause",), "x" * 65),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvconnect.errors import Misuse, Refused
+from kvconnect.protocol.hello import REFUSAL_FIELDS
 from kvconnect.protocol.identity import Identity, Weights
-from kvconnect.protocol.messages import REFUSAL_FIELDS, GroupHello, Hello, decode, encode
+from kvconnect.protocol.messages import GroupHello, HandoffHello, decode, encode
 from kvconnect.protocol.negotiation import Agreement, negotiate
 from kvconnect.protocol.topology import head_range, served_heads, sources_for
 from kvconnect.types import Rank
@@ -39,7 +40,7 @@ def group(rank: Rank = ONLY, kv_heads: int = 8, **values: Any) -> GroupHello:
     return GroupHello(**(defaults | values))
 
 
-def hello(*groups: GroupHello, rank: Rank = ONLY, **values: Any) -> Hello:
+def hello(*groups: GroupHello, rank: Rank = ONLY, **values: Any) -> HandoffHello:
     defaults: dict[str, Any] = {
         "software": "s",
         "engine_id": "e",
@@ -47,7 +48,7 @@ def hello(*groups: GroupHello, rank: Rank = ONLY, **values: Any) -> Hello:
         "identity": Identity(weights=Weights(files="same")),
         "format": {"model": "m", "dtype": "bfloat16"},
     }
-    return Hello(rank=rank, groups=list(groups) or [group(rank)], **(defaults | values))
+    return HandoffHello(rank=rank, groups=list(groups) or [group(rank)], **(defaults | values))
 
 
 def ranks(tp: int, pp: int) -> list[Rank]:
@@ -151,7 +152,7 @@ def served(reader: Rank, tp: int, pp: int, kv_heads: list[int]) -> Counter[tuple
         agreement = negotiate(greeting, source)
         # What the other side sees is what was sent, and it must come to the same end.
         there, here = decode(encode(greeting)), decode(encode(source))
-        assert isinstance(there, Hello) and isinstance(here, Hello)
+        assert isinstance(there, HandoffHello) and isinstance(here, HandoffHello)
         assert negotiate(there, here) == agreement
         for number, agreed in enumerate(agreement.groups):
             for layer, head in product(agreed.layers, range(*agreed.heads)):
@@ -255,7 +256,7 @@ TP2 = Rank(0, 2, 0, 1)
         (hello(group(splittable=False, order="NHC")), hello(group(TP2, order="NHC"), rank=TP2)),
     ],
 )
-def test_a_page_that_must_stay_whole_is_not_cut(reader: Hello, source: Hello) -> None:
+def test_a_page_that_must_stay_whole_is_not_cut(reader: HandoffHello, source: HandoffHello) -> None:
     with pytest.raises(Refused, match="packs a page") as caught:
         negotiate(reader, source)
     assert caught.value.field == "splittable"
@@ -309,8 +310,8 @@ def test_a_stage_without_a_common_layer_is_refused_unless_both_have_stages() -> 
 @pytest.mark.parametrize(
     ("field", "reader", "source", "values"),
     [
-        ("protocol", hello(), hello(protocol=(4, 5)), ["3 to 3", "4 to 5"]),
-        ("protocol", hello(), hello(protocol=(1, 1)), ["3 to 3", "1 to 1"]),
+        ("protocol", hello(), hello(protocol=(5, 6)), ["4 to 4", "5 to 6"]),
+        ("protocol", hello(), hello(protocol=(1, 1)), ["4 to 4", "1 to 1"]),
         ("model", hello(format={"model": "a"}), hello(format={"model": "b"}), ["'a'", "'b'"]),
         ("dtype", hello(), hello(format={"model": "m"}), ["'bfloat16'", "None"]),
         ("format", hello(format={"new": 1}), hello(format={"new": 2}), ["new", "1", "2"]),
@@ -330,7 +331,7 @@ def test_a_stage_without_a_common_layer_is_refused_unless_both_have_stages() -> 
     ],
 )
 def test_a_mismatch_names_field_and_both_values(
-    field: str, reader: Hello, source: Hello, values: list[str]
+    field: str, reader: HandoffHello, source: HandoffHello, values: list[str]
 ) -> None:
     for ours, theirs in ((reader, source), (source, reader)):
         with pytest.raises(Refused) as caught:
@@ -350,7 +351,7 @@ def test_versions_and_features_may_differ() -> None:
 # Weights ----------------------------------------------------------------------------------------
 
 
-def of(tp: int = 1, mixes: bool = False, draft: str = "", **weights: str) -> Hello:
+def of(tp: int = 1, mixes: bool = False, draft: str = "", **weights: str) -> HandoffHello:
     identity = Identity(weights=Weights(**weights), draft=Weights(files=draft), mixes_weights=mixes)
     return hello(identity=identity, rank=Rank(0, tp, 0, 1))
 
@@ -373,7 +374,7 @@ def of(tp: int = 1, mixes: bool = False, draft: str = "", **weights: str) -> Hel
     ],
 )
 def test_other_weights_are_refused_with_both_values(
-    reader: Hello, source: Hello, values: tuple[str, str]
+    reader: HandoffHello, source: HandoffHello, values: tuple[str, str]
 ) -> None:
     with pytest.raises(Refused) as caught:
         negotiate(reader, source)
@@ -395,7 +396,9 @@ def test_other_weights_are_refused_with_both_values(
         (of(files="a", draft="d"), of(files="a")),
     ],
 )
-def test_the_same_weights_meet_by_what_both_sides_know(reader: Hello, source: Hello) -> None:
+def test_the_same_weights_meet_by_what_both_sides_know(
+    reader: HandoffHello, source: HandoffHello
+) -> None:
     assert negotiate(reader, source).mixed_weights == ""
     assert decode(encode(reader)) == reader
 
@@ -404,7 +407,7 @@ def test_an_older_hello_is_refused_for_its_protocol_and_not_its_lack_of_weights(
     fields = msgspec.msgpack.decode(encode(hello(protocol=(1, 1))))
     del fields["identity"]
     older = decode(msgspec.msgpack.encode(fields))
-    assert isinstance(older, Hello)
+    assert isinstance(older, HandoffHello)
     for sides in ((older, hello()), (hello(), older)):
         with pytest.raises(Refused, match="upgrade the older KVConnect") as caught:
             negotiate(*sides)

@@ -23,15 +23,22 @@ UNIT = UnitLocation(
     address=1 << 40, nbytes=1 << 30, device=-1, phases=1, block_bytes=8, segments=bytes(24)
 )
 LANDED = PagesWritten(
-    want=LAST_READ_ID, unit=2, first=3, count=4, nbytes=32, number=1, seconds=0.5, digests=bytes(8)
+    read_id=LAST_READ_ID,
+    unit=2,
+    first=3,
+    count=4,
+    nbytes=32,
+    number=1,
+    seconds=0.5,
+    digests=bytes(8),
 )
 MESSAGES = [
     UnitLocations(number=3, first=0, units=[UNIT]),
-    Destinations(want=7, units=3, spans=[(0, 0), (4, 1)], ids=[bytes(8), bytes(16)]),
-    UseTcp(want=7),
+    Destinations(read_id=7, units=3, spans=[(0, 0), (4, 1)], ids=[bytes(8), bytes(16)]),
+    UseTcp(read_id=7),
     LANDED,
-    StopWriting(want=7),
-    WritesStopped(want=7),
+    StopWriting(read_id=7),
+    WritesStopped(read_id=7),
 ]
 OFFER = NixlOffer(backend="UCX", version="1.5.1", agent="kvconnect-1", metadata=b"opaque")
 
@@ -48,7 +55,7 @@ def test_an_offer_arrives_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("want", -1),
+        ("read_id", -1),
         ("unit", 1 << 31),
         ("first", -1),
         ("count", 0),

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvconnect.errors import Refused
 from kvconnect.observability.metrics.prometheus import PromMetrics
-from kvconnect.protocol.messages import REFUSAL_FIELDS, Reject
+from kvconnect.protocol.hello import REFUSAL_FIELDS, Reject
 from kvconnect.stats import OTHER, OffloadingConnectorStats
 
 PACKAGE = Path(__file__).resolve().parents[3] / "kvconnect"

@@ -30,10 +30,10 @@ from kvconnect.protocol.cache_messages import (
     FetchOutcome,
     Found,
     Sent,
-    Stop,
     decode,
     encode,
 )
+from kvconnect.protocol.reads import Cancel
 from kvconnect.settings import check_struct
 from kvconnect.settings.sharing import PeerSettings
 from kvconnect.stats import OffloadingConnectorStats
@@ -604,7 +604,7 @@ def test_a_block_that_is_wanted_in_two_slots_is_read_twice() -> None:
     fetches = reading.asked(Fetch, 2)
     assert [fetch.keys for fetch in fetches] == [[key(1)], [key(1)]]
     for fetch in fetches:
-        reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([FetchOutcome.ABSENT])))
+        reading.reads.on_sent(PEER, Sent(fetch.read_id, bytes([FetchOutcome.ABSENT])))
     thread.join(WAIT_S)
     assert results == [[BlockOutcome.ABSENT] * 2]
 
@@ -612,8 +612,8 @@ def test_a_block_that_is_wanted_in_two_slots_is_read_twice() -> None:
 def test_a_stopped_fetch_ends_once_it_is_drained() -> None:
     source = Source()
     source.fetch(1, [0, 1])
-    source.side.on_message(PEER, Stop(1))
-    source.side.on_message(PEER, Stop(5))  # not known: its Sent is on the way
+    source.side.on_message(PEER, Cancel(1))
+    source.side.on_message(PEER, Cancel(5))  # not known: its Sent is on the way
     assert source.network.cancelled == [1]
     source.side.on_drained(Drained(PEER, 1))
     assert source.sent(1) == []
@@ -679,22 +679,22 @@ def test_a_read_ends_when_all_that_was_sent_has_arrived() -> None:
         (fetch,) = reading.asked(Fetch)
         assert fetch.units == [0, 1]
         if pages_first:
-            reading.reads.on_received(arrived(fetch.fetch, 0))
-            reading.reads.on_received(arrived(fetch.fetch, 1, bad=(1,)))
+            reading.reads.on_received(arrived(fetch.read_id, 0))
+            reading.reads.on_received(arrived(fetch.read_id, 1, bad=(1,)))
             assert not results
-            reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([sent, sent])))
+            reading.reads.on_sent(PEER, Sent(fetch.read_id, bytes([sent, sent])))
         else:
-            reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([sent, sent])))
-            reading.reads.on_received(arrived(fetch.fetch, 0))
+            reading.reads.on_sent(PEER, Sent(fetch.read_id, bytes([sent, sent])))
+            reading.reads.on_received(arrived(fetch.read_id, 0))
             assert not results
-            reading.reads.on_received(arrived(fetch.fetch, 1, bad=(1,)))
+            reading.reads.on_received(arrived(fetch.read_id, 1, bad=(1,)))
         thread.join(WAIT_S)
         assert results == [[BlockOutcome.OK, BlockOutcome.CORRUPT]]
-        assert reading.network.cancelled == [fetch.fetch]  # the transport may forget it
+        assert reading.network.cancelled == [fetch.read_id]  # the transport may forget it
     reading = Reading()
     thread, results = reading.start(reading.read())
     (fetch,) = reading.asked(Fetch)
-    reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([absent, FetchOutcome.BUSY])))
+    reading.reads.on_sent(PEER, Sent(fetch.read_id, bytes([absent, FetchOutcome.BUSY])))
     thread.join(WAIT_S)
     assert results == [[BlockOutcome.ABSENT, BlockOutcome.UNAVAILABLE]]
 
@@ -704,10 +704,10 @@ def test_pages_that_were_overwritten_are_not_used() -> None:
     thread, results = reading.start(reading.read())
     (fetch,) = reading.asked(Fetch)
     outcomes = bytes([FetchOutcome.SENT, FetchOutcome.OVERWRITTEN])
-    reading.reads.on_sent(PEER, Sent(fetch.fetch, outcomes))
-    reading.reads.on_received(arrived(fetch.fetch, 0))
+    reading.reads.on_sent(PEER, Sent(fetch.read_id, outcomes))
+    reading.reads.on_received(arrived(fetch.read_id, 0))
     assert not results  # pages of the other unit may still be written
-    reading.reads.on_received(arrived(fetch.fetch, 1))
+    reading.reads.on_received(arrived(fetch.read_id, 1))
     thread.join(WAIT_S)
     assert results == [[BlockOutcome.OK, BlockOutcome.ABSENT]]
 
@@ -715,7 +715,7 @@ def test_pages_that_were_overwritten_are_not_used() -> None:
 def test_a_late_read_returns_when_nothing_writes_into_its_slots() -> None:
     reading = Reading(wait_s=0.01)
     thread, results = reading.start(reading.read())
-    assert [stop.fetch for stop in reading.asked(Stop)] == [1]
+    assert [cancel.read_id for cancel in reading.asked(Cancel)] == [1]
     until(lambda: reading.network.cancelled == [1])
     assert thread.is_alive()
     reading.reads.on_received(arrived(1, 0))  # too late to count
@@ -729,7 +729,7 @@ def test_a_source_that_dies_in_the_middle_of_a_read() -> None:
     reading = Reading()
     thread, results = reading.start(reading.read())
     (fetch,) = reading.asked(Fetch)
-    reading.reads.on_received(arrived(fetch.fetch, 0))
+    reading.reads.on_received(arrived(fetch.read_id, 0))
     reading.sources.remove(PEER)
     reading.reads.on_down(PEER)
     thread.join(WAIT_S)
@@ -742,8 +742,8 @@ def test_a_read_that_closing_cuts_short_has_failed() -> None:
     reading = Reading()
     thread, results = reading.start(reading.read())
     (fetch,) = reading.asked(Fetch)
-    reading.reads.on_sent(PEER, Sent(fetch.fetch, bytes([FetchOutcome.SENT] * 2)))
-    reading.reads.on_received(arrived(fetch.fetch, 0))
+    reading.reads.on_sent(PEER, Sent(fetch.read_id, bytes([FetchOutcome.SENT] * 2)))
+    reading.reads.on_received(arrived(fetch.read_id, 0))
     reading.sources.close()
     thread.join(WAIT_S)
     assert results == [[BlockOutcome.FAILED] * 2]
@@ -771,8 +771,8 @@ def test_engines_alike_read_whole_blocks() -> None:
     assert fetch.units == [cache_messages.WHOLE]
     (order,) = reading.network.pages
     assert (order.peer, [unit.block_bytes for unit in order.units]) == (third, [BLOCK])
-    reading.reads.on_sent(third, Sent(fetch.fetch, bytes([FetchOutcome.SENT] * 2)))
-    reading.reads.on_received(PagesReceived(third, fetch.fetch, 0, 0, 2, (), 2 * BLOCK, 0.0))
+    reading.reads.on_sent(third, Sent(fetch.read_id, bytes([FetchOutcome.SENT] * 2)))
+    reading.reads.on_received(PagesReceived(third, fetch.read_id, 0, 0, 2, (), 2 * BLOCK, 0.0))
     thread.join(WAIT_S)
     assert results == [[BlockOutcome.OK] * 2]
 
@@ -823,9 +823,9 @@ def test_answers_that_nobody_asked_for() -> None:
     thread, _ = reading.start(reading.read())
     (fetch,) = reading.asked(Fetch)
     with pytest.raises(ProtocolError):
-        reading.reads.on_sent(OTHER_PEER, Sent(fetch.fetch, b"11"))
+        reading.reads.on_sent(OTHER_PEER, Sent(fetch.read_id, b"11"))
     with pytest.raises(ProtocolError):
-        reading.reads.on_sent(PEER, Sent(fetch.fetch, b"111"))
+        reading.reads.on_sent(PEER, Sent(fetch.read_id, b"111"))
     reading.sources.close()
     thread.join(WAIT_S)
 
