@@ -24,6 +24,7 @@ LAYERS = (
         "threads",
         "circuit_breaker",
         "bounded",
+        "life_cycles",
         "secret_files",
         "extras",
         "user_folders",
@@ -99,7 +100,7 @@ PURE = (
     *("cache/groups.py", "cache/head_shards.py", "cache/keys.py", "cache/layout.py"),
     *("cache/pages.py", "cache/record_format.py", "copy/base.py"),
     "protocol/",
-    "jobs.py",
+    *("jobs.py", "life_cycles.py"),
     *(
         "offload/planner.py",
         "offload/index.py",

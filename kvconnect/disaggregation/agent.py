@@ -26,14 +26,14 @@ from kvconnect.disaggregation.messages import (
 from kvconnect.disaggregation.prefill_executor import PrefillExecutor
 from kvconnect.disaggregation.sessions import (
     GroupPages,
+    HandoffSession,
+    HandoffSessions,
     PathPreference,
-    Session,
-    Sessions,
-    isolate,
 )
 from kvconnect.errors import ConfigError, ProtocolError, TransferFailed, contained
 from kvconnect.offload.streams import make_streams
 from kvconnect.peers.connections import connection_options
+from kvconnect.peers.loop import PeerLoop
 from kvconnect.protocol import messages
 from kvconnect.protocol.hello import Reject
 from kvconnect.protocol.identity import Identity
@@ -63,7 +63,6 @@ from kvconnect.types import TransferId
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25
 _JOIN_TIMEOUT_S = 10.0
 _STOP_S = 0.25  # how long an engine's thread waits for pages of an aborted request to be sent
 _END_S = 10.0  # ... and then for their connections to end, which takes as long as its threads do
@@ -85,7 +84,7 @@ class HandoffAgent:
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: HandoffSessions,
         deadline_s: float,
         mark: Callable[[], Fence | None],
         address: tuple[str, int] | None,
@@ -100,10 +99,9 @@ class HandoffAgent:
         self._offering = False  # this step offers blocks, so layer hooks matter
         self._lock = threading.Lock()
         self._written = LayerQueue(self._lock, self._sending.written, self._on_error)
-        self._closed = threading.Event()
         kind = threads.ThreadKind.HANDOFF
-        self._thread = threads.make(kind, "kvconnect-handoff", self._loop)
-        self._thread.start()
+        self._loop = PeerLoop(kind, sessions.transport, self._take, self._tick)
+        self._loop.start()
 
     def begin_step(self, work: DisaggregationInstructions, epoch: int) -> None:
         """Take a step's instructions; call it before the forward."""
@@ -174,7 +172,7 @@ class HandoffAgent:
         """Whether :meth:`poll` has news; takes no lock. Some news comes from the engine's own
         thread: a reader that asked early joins when the blocks are offered."""
         told = self._sending.has_notices or self._receiving.has_finished
-        return told or self.news.is_set() or not self._thread.is_alive()
+        return told or self.news.is_set() or not self._loop.alive
 
     def poll(
         self, ends_step: bool = False
@@ -185,7 +183,7 @@ class HandoffAgent:
         Raises:
             TransferFailed: a bug ended the agent's thread; requests would wait for ever.
         """
-        if not self._thread.is_alive() and not self._closed.is_set():
+        if not self._loop.alive and not self._loop.closed:
             raise TransferFailed("the hand-off thread has ended, see its traceback above")
         with self._lock:
             self.news.clear()
@@ -206,30 +204,23 @@ class HandoffAgent:
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
-        self._closed.set()
+        self._loop.stop()
         self._sessions.transport.close()
-        self._thread.join(_JOIN_TIMEOUT_S)
+        self._loop.join()
         self._written.close(_JOIN_TIMEOUT_S)
 
-    def _loop(self) -> None:
-        ticked = 0.0
-        try:
-            while not self._closed.is_set():
-                for event in self._sessions.transport.poll(_TICK_S):
-                    # Lock per event, so that a flood does not block the engine's thread.
-                    with self._lock, contained(self._on_error):
-                        self._on_event(event)
-                    if self._receiving.has_finished or self._sending.has_notices:
-                        self.news.set()
-                now = time.monotonic()
-                if now - ticked >= _TICK_S:
-                    ticked = now
-                    self._written.check()
-                    for tick in (self._sessions.tick, self._sending.tick, self._receiving.tick):
-                        with self._lock, contained(self._on_error):
-                            tick(now)
-        finally:
-            self._sessions.transport.close()  # else peers would believe that the worker is alive
+    def _take(self, event: Event) -> None:
+        # Lock per event, so that a flood does not block the engine's thread.
+        with self._lock, contained(self._on_error):
+            self._on_event(event)
+        if self._receiving.has_finished or self._sending.has_notices:
+            self.news.set()
+
+    def _tick(self, now: float) -> None:
+        self._written.check()
+        for tick in (self._sessions.tick, self._sending.tick, self._receiving.tick):
+            with self._lock, contained(self._on_error):
+                tick(now)
 
     def _on_error(self, error: Exception) -> None:
         """Log and count an error that no peer's boundary has contained; the thread goes on."""
@@ -237,7 +228,7 @@ class HandoffAgent:
         self._sessions.stats.count("handoff_peer_errors")
 
     def _on_event(self, event: Event) -> None:
-        with isolate(self._sessions, event.peer):
+        with self._sessions.isolate(event.peer):
             if isinstance(event, PeerUp):
                 self._sessions.on_up(event)
             elif isinstance(event, PeerDown):
@@ -247,12 +238,12 @@ class HandoffAgent:
 
     def _on_down(self, event: PeerDown) -> None:
         origin, cause = self._sessions.on_down(event)
-        with isolate(self._sessions, event.peer):  # the receive side must hear of it in any case
+        with self._sessions.isolate(event.peer):  # the receive side must hear of it in any case
             self._sending.on_lost(event.peer)
         self._receiving.on_lost(event.peer, origin, cause)
 
     def _on_session_event(
-        self, session: Session, event: MessageReceived | PagesSent | PagesReceived | Drained
+        self, session: HandoffSession, event: MessageReceived | PagesSent | PagesReceived | Drained
     ) -> None:
         if not isinstance(event, MessageReceived) and event.read_id >= PROBE_READ_ID:
             if bandwidth_probe.on_event(self._sessions, session, event):
@@ -269,7 +260,7 @@ class HandoffAgent:
         else:
             self._receiving.on_drained(event)
 
-    def _on_message(self, session: Session, message: Message) -> None:
+    def _on_message(self, session: HandoffSession, message: Message) -> None:
         if isinstance(message, Reject):
             self._sessions.on_reject(session, message)
         elif isinstance(message, HandoffHello):
@@ -326,7 +317,9 @@ def start_agent(
         found = transport.listen(*address)
         logger.info("handing out KV blocks at %s:%d", *found)
     preference = PathPreference(name, config.min_rate)
-    sessions = Sessions(cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference)
+    sessions = HandoffSessions(
+        cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference
+    )
     sessions.speaks_for_engine, sessions.traced = sessions.speaks_for_engine or alone, traced
     return HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found)
 

@@ -12,7 +12,7 @@ from collections.abc import Generator
 
 import torch
 
-from kvconnect.disaggregation.sessions import Session, Sessions
+from kvconnect.disaggregation.sessions import HandoffSession, HandoffSessions
 from kvconnect.disaggregation.staging import make_memory
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.protocol.messages import Probe
@@ -62,7 +62,7 @@ class ProbedMemory:
         return self._scratch if unit is _UNIT else self._memory
 
 
-def request_next(sessions: Sessions, session: Session) -> None:
+def request_next(sessions: HandoffSessions, session: HandoffSession) -> None:
     """Reader: request the next probe."""
     read_id = PROBE_READ_ID + session.meter.probes
     order = IncomingPages(
@@ -72,7 +72,7 @@ def request_next(sessions: Sessions, session: Session) -> None:
     sessions.send(session.peer, Probe(read_id=read_id))
 
 
-def answer(sessions: Sessions, session: Session, read_id: int) -> None:
+def answer(sessions: HandoffSessions, session: HandoffSession, read_id: int) -> None:
     """Source: send a requested probe; each is sent once.
 
     Raises:
@@ -88,7 +88,7 @@ def answer(sessions: Sessions, session: Session, read_id: int) -> None:
     session.meter.probes += 1
 
 
-def on_event(sessions: Sessions, session: Session, event: Event) -> bool:
+def on_event(sessions: HandoffSessions, session: HandoffSession, event: Event) -> bool:
     """Reader: take a probe's pages; request the next probe once they are complete. Return whether
     that was the last one, and the path is chosen. Data connections work in parallel, so the
     slowest one counts.
@@ -114,17 +114,17 @@ def on_event(sessions: Sessions, session: Session, event: Event) -> bool:
     return True
 
 
-def _path(session: Session) -> str:
+def _path(session: HandoffSession) -> str:
     """Return the path of the next probe."""
     return session.meter.paths[session.meter.probes // len(_ROUNDS)]
 
 
-def _ids(session: Session) -> array[int]:
+def _ids(session: HandoffSession) -> array[int]:
     """Return the wire blocks of the next probe; both sides count probes alike."""
     return _ROUNDS[session.meter.probes % len(_ROUNDS)]
 
 
-def _choose_path(sessions: Sessions, session: Session) -> None:
+def _choose_path(sessions: HandoffSessions, session: HandoffSession) -> None:
     meter = session.meter
     fastest = max(meter.paths, key=lambda path: meter.rates[path])
     if sessions.speaks_for_engine:

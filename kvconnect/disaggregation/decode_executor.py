@@ -20,7 +20,7 @@ from kvconnect.disaggregation.messages import (
     Receive,
     ReceiveReport,
 )
-from kvconnect.disaggregation.sessions import Session, Sessions, isolate
+from kvconnect.disaggregation.sessions import HandoffSession, HandoffSessions
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.protocol.messages import (
     Alive,
@@ -54,7 +54,7 @@ class _WaitingKeep(NamedTuple):
 class DecodeExecutor:
     """Not synchronised: the agent holds its lock around every call."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: HandoffSessions) -> None:
         self._sessions = sessions
         groups = sessions.hello.groups
         self._receiver = DecodePlanner(
@@ -112,7 +112,7 @@ class DecodeExecutor:
         finished, self._finished = self._finished, []
         return finished
 
-    def on_message(self, session: Session, message: Message) -> None:
+    def on_message(self, session: HandoffSession, message: Message) -> None:
         """Handle a source's message.
 
         Raises:
@@ -132,7 +132,7 @@ class DecodeExecutor:
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
 
-    def on_received(self, session: Session, event: PagesReceived) -> None:
+    def on_received(self, session: HandoffSession, event: PagesReceived) -> None:
         """Pages have arrived.
 
         Raises:
@@ -150,7 +150,7 @@ class DecodeExecutor:
         """The transport has ended a cancelled read."""
         self._run_actions(self._receiver.drained(event.peer, event.read_id))
 
-    def on_connected(self, origin: Origin, session: Session) -> None:
+    def on_connected(self, origin: Origin, session: HandoffSession) -> None:
         """The session with a needed worker is ready."""
         self._run_actions(self._receiver.connected(origin, session.peer, session.views))
         for waiting in self._keeps.pop(origin, ()):
@@ -201,11 +201,11 @@ class DecodeExecutor:
                 if session is not None:
                     self.on_connected(action.origin, session)
             elif (session := self._sessions.get(PeerId(action.peer))) is not None:
-                with isolate(self._sessions, session.peer):  # this may be the engine's thread
+                with self._sessions.isolate(session.peer):  # this may be the engine's thread
                     self._run_action(session, action)
 
     def _run_action(
-        self, session: Session, action: RequestPages | CancelReceive | ConfirmRead
+        self, session: HandoffSession, action: RequestPages | CancelReceive | ConfirmRead
     ) -> None:
         if isinstance(action, RequestPages):
             self._request(session, action)
@@ -220,7 +220,7 @@ class DecodeExecutor:
             self._sessions.send(session.peer, ReadDone(read_id=action.read_id))
             self._sessions.transport.cancel(session.peer, action.read_id)
 
-    def _request(self, session: Session, request: RequestPages) -> None:
+    def _request(self, session: HandoffSession, request: RequestPages) -> None:
         spans = {span.group: (span.first, span.block_ids) for span in request.spans}
         nothing = (0, array("q"))
         by_unit = [spans.get(group, nothing) for group in session.unit_group]
@@ -258,7 +258,7 @@ class DecodeExecutor:
             _send_keep_to(self._sessions, session, waiting.keep)
 
 
-def _send_keep_to(sessions: Sessions, session: Session, keep: Keep) -> None:
+def _send_keep_to(sessions: HandoffSessions, session: HandoffSession, keep: Keep) -> None:
     transfer = keep.transfer
     message = Renew(transfers=[transfer]) if keep.every_s else Decline(transfer=transfer)
     sessions.send(session.peer, message)

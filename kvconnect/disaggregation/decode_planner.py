@@ -20,9 +20,10 @@ from kvconnect.disaggregation.decode_actions import (
     RequestPages,
 )
 from kvconnect.disaggregation.messages import Receive, ReceiveReport
-from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
+from kvconnect.disaggregation.states import TRANSFER, TransferState
 from kvconnect.disaggregation.wire_blocks import GroupView, wire_ids
 from kvconnect.errors import ProtocolError
+from kvconnect.life_cycles import Event
 from kvconnect.offload.messages import FailedBlock
 from kvconnect.types import Endpoint, FailureCause, JobId, Origin, Span
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import NoticeKind, OfferBlocks, TransferEvent, Withdraw
-from kvconnect.disaggregation.states import LEASE, Event, Lease
+from kvconnect.disaggregation.states import LEASE, Lease
 from kvconnect.errors import Misuse
 from kvconnect.jobs import WorkerJob, WorkerJobs
+from kvconnect.life_cycles import Event
 from kvconnect.offload.ledger import Owner
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.stats import OffloadingConnectorStats

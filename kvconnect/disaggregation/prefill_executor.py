@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Sequence
 
-from kvconnect.disaggregation import prefill_actions, sessions
+from kvconnect.disaggregation import prefill_actions
 from kvconnect.disaggregation.messages import DisaggregationInstructions, NoticeKind, TransferEvent
 from kvconnect.disaggregation.prefill_actions import Action
 from kvconnect.disaggregation.prefill_planner import PrefillPlanner
 from kvconnect.disaggregation.prefill_reads import AcceptedRead
-from kvconnect.disaggregation.sessions import Session, Sessions, isolate
+from kvconnect.disaggregation.sessions import HandoffSession, HandoffSessions
 from kvconnect.disaggregation.transfer_meter import ChunkKey
 from kvconnect.errors import ProtocolError
 from kvconnect.protocol.messages import (
@@ -38,7 +38,7 @@ HEARTBEAT_S = 1.0
 class PrefillExecutor:
     """Not synchronised: the agent holds its lock around every call."""
 
-    def __init__(self, sessions: Sessions, deadline_s: float) -> None:
+    def __init__(self, sessions: HandoffSessions, deadline_s: float) -> None:
         self._sessions = sessions
         self._layer_places = {
             name: (number, layer)
@@ -92,7 +92,7 @@ class PrefillExecutor:
         notices, self._notices = list(self._notices.values()), {}
         return notices
 
-    def on_message(self, session: Session, message: Message) -> None:
+    def on_message(self, session: HandoffSession, message: Message) -> None:
         """Handle a reader's message.
 
         Raises:
@@ -119,7 +119,7 @@ class PrefillExecutor:
         else:
             raise ProtocolError(f"{type(message).__name__} from a reader")
 
-    def on_sent(self, session: Session, event: PagesSent) -> None:
+    def on_sent(self, session: HandoffSession, event: PagesSent) -> None:
         """The transport has sent pages."""
         session.meter.record(self._sessions.stats, TransferType.SEND, event, session.name)
         self._run_actions(self._sender.sent(event.peer, event.read_id))
@@ -143,10 +143,10 @@ class PrefillExecutor:
                 if isinstance(action, prefill_actions.ReportServed):
                     self._keep_notice(action.notice)
                 continue
-            with isolate(self._sessions, session.peer):  # this may be the engine's thread
+            with self._sessions.isolate(session.peer):  # this may be the engine's thread
                 self._run_action(session, action)
 
-    def _run_action(self, session: Session, action: Action) -> None:
+    def _run_action(self, session: HandoffSession, action: Action) -> None:
         if isinstance(action, prefill_actions.SendPages):
             self._send(session, action)
         elif isinstance(action, prefill_actions.ReportServed):
@@ -169,7 +169,7 @@ class PrefillExecutor:
             self._sessions.send(session.peer, Alive(read_ids=list(action.read_ids)))
         else:
             assert isinstance(action, prefill_actions.DropPeer)
-            sessions.end_session(self._sessions, session.peer, action.error)
+            self._sessions.end(session.peer, action.error)
 
     def _keep_notice(self, notice: TransferEvent) -> None:
         """Keep the latest notice per transfer, kind and reader, in order: a reader may ask, leave
@@ -178,7 +178,7 @@ class PrefillExecutor:
         self._notices.pop(key, None)
         self._notices[key] = notice
 
-    def _send(self, session: Session, pages: prefill_actions.SendPages) -> None:
+    def _send(self, session: HandoffSession, pages: prefill_actions.SendPages) -> None:
         unit = session.units[pages.number]
         if session.meter.trace is not None:
             chunk = ChunkKey(pages.group, pages.first, len(pages.ids))
@@ -190,7 +190,7 @@ class PrefillExecutor:
         )
 
 
-def _accepted(session: Session, message: ReadRequest, block_tokens: int) -> AcceptedRead:
+def _accepted(session: HandoffSession, message: ReadRequest, block_tokens: int) -> AcceptedRead:
     transfer = TransferId(message.transfer)
     return AcceptedRead(
         session.peer,

@@ -28,8 +28,9 @@ from kvconnect.disaggregation.prefill_reads import (
     check_read,
     isolated,
 )
-from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
+from kvconnect.disaggregation.states import TRANSFER, TransferState
 from kvconnect.errors import Misuse
+from kvconnect.life_cycles import Event
 from kvconnect.types import FailureCause, Rank, TransferId
 
 MAX_PARKED_READS = 2048

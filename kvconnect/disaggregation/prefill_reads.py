@@ -22,9 +22,10 @@ from kvconnect.disaggregation.prefill_actions import (
     ReportServed,
     SendPages,
 )
-from kvconnect.disaggregation.states import TRANSFER, Event, TransferState
+from kvconnect.disaggregation.states import TRANSFER, TransferState
 from kvconnect.disaggregation.wire_blocks import GroupView, wire_ids
 from kvconnect.errors import Misuse, ProtocolError, contained
+from kvconnect.life_cycles import Event
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, difference
 from kvconnect.types import FailureCause, Rank, Span, TransferId
 

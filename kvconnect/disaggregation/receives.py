@@ -15,9 +15,10 @@ from typing import NamedTuple
 from kvconnect.cache.groups import CacheGroup, keeps_prefix
 from kvconnect.disaggregation.limits import HandoffLimits
 from kvconnect.disaggregation.messages import Drop, Keep, PrefillSource, Receive, ReceiveReport
-from kvconnect.disaggregation.states import HANDOFF, Event, Handoff
+from kvconnect.disaggregation.states import HANDOFF, Handoff
 from kvconnect.errors import Misuse
 from kvconnect.jobs import WorkerJobs, first_cause
+from kvconnect.life_cycles import Event
 from kvconnect.offload.ledger import Hold, Ledger, Owner
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity
 from kvconnect.stats import OffloadingConnectorStats

@@ -1,4 +1,4 @@
-"""Sessions with workers of other engines: connect, negotiate the format, isolate errors."""
+"""Sessions of hand-offs: whom they were made to, the negotiated format, the path of pages."""
 
 from __future__ import annotations
 
@@ -6,30 +6,25 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 from kvconnect.bounded import remember
 from kvconnect.cache.pages import LayerPages, unit_segments
-from kvconnect.disaggregation.states import SESSION, Event, SessionState
 from kvconnect.disaggregation.transfer_meter import TransferMeter, TransferTrace
 from kvconnect.disaggregation.wire_blocks import GroupView
-from kvconnect.errors import KVConnectError, ProtocolError, Refused, contained
+from kvconnect.errors import Refused
+from kvconnect.peers.sessions import Session, Sessions
 from kvconnect.protocol import messages
-from kvconnect.protocol.hello import Reject
 from kvconnect.protocol.identity import Identity
-from kvconnect.protocol.messages import HandoffHello, Message
+from kvconnect.protocol.messages import HandoffHello
 from kvconnect.protocol.negotiation import Agreement, negotiate
 from kvconnect.protocol.topology import head_range
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import PAGE_PATHS
 from kvconnect.transport.base import (
-    Disconnect,
     PeerDown,
     PeerId,
-    PeerMessage,
     PeerUp,
     Transport,
     Unit,
@@ -38,7 +33,6 @@ from kvconnect.types import Endpoint, FailureCause, Origin, Rank
 
 logger = logging.getLogger(__name__)
 
-_HELLO_TIMEOUT_S = 20.0  # a busy engine may be slow
 _PROBE_TIMEOUT_S = 60.0  # from connecting; enough for a few MiB over a very slow network
 _MOST_TCP_ONLY = 1024
 _MOST_REFUSALS = 64
@@ -51,34 +45,16 @@ with the same name and is transferred as one."""
 
 
 @dataclass
-class Session:
-    """One connection. ``inbound``: the peer reads from this worker; otherwise this worker reads.
+class HandoffSession(Session):
+    """``units`` and ``views`` are set once both sides have agreed. ``mixes_weights``: the peer has
+    other weights, and both sides allow that."""
 
-    ``units`` and ``views`` are set once both sides have ``agreed``.
-    """
-
-    peer: PeerId
-    inbound: bool
-    since: float
-    address: str = ""
-    name: str = ""  # the peer's, for logs and metrics
-    state: SessionState = SESSION.start
-    refusal: str = ""  # why one side rejected the other
     reader: Rank = _UNKNOWN_RANK
-    mixes_weights: bool = False  # the peer has other weights, and both sides allow that
+    mixes_weights: bool = False
     units: list[Unit] = field(default_factory=list)
     unit_group: list[int] = field(default_factory=list)
     views: dict[int, GroupView] = field(default_factory=dict)
     meter: TransferMeter = field(default_factory=TransferMeter)
-
-    @property
-    def agreed(self) -> bool:
-        """Whether pages may move."""
-        return self.state is SessionState.UP
-
-    def advance(self, event: Event) -> None:
-        """Apply an event of the session's state table."""
-        self.state = SESSION.after(self.state, event)
 
 
 class PathPreference(NamedTuple):
@@ -112,11 +88,9 @@ class EndedSessions:
         return ended
 
 
-class Sessions:
-    """The sessions of one worker, by peer and by the origin they were made for.
-
-    Not synchronised: the owner holds a lock. The side that connects is the reader.
-    """
+class HandoffSessions(Sessions[HandoffSession]):
+    """The sessions of one worker, by the origin they were made for too. The side that connects is
+    the reader."""
 
     def __init__(
         self,
@@ -126,28 +100,24 @@ class Sessions:
         stats: OffloadingConnectorStats,
         preference: PathPreference,
     ) -> None:
+        super().__init__(transport, messages.encode)
         self.hello = hello
         self.preference = preference
         self.speaks_for_engine = hello.rank.tp_rank == hello.rank.pp_rank == 0
         self.traced = False
         self._pages = pages
-        self.transport = transport
         self.stats = stats
         self.ended = EndedSessions()
-        self._sessions: dict[PeerId, Session] = {}
         self._origins: dict[PeerId, Origin] = {}
         self._peers: dict[Origin, PeerId] = {}
         self._tcp_only: dict[Origin, None] = {}  # other paths broke in the probe; oldest first
-
-    def __len__(self) -> int:
-        return len(self._sessions)
 
     def set_identity(self, identity: Identity) -> None:
         """Greet peers with other weights from now on: end all sessions, so that they meet again."""
         self.hello.identity = identity
         logger.info("this worker has other weights now: %s", identity.weights)
-        for peer in list(self._sessions):
-            self.disconnect(peer, "the weights have changed")
+        for session in self:
+            self.disconnect(session.peer, "the weights have changed")
 
     def publish_counts(self) -> None:
         """Publish the numbers of peers as gauges."""
@@ -165,15 +135,11 @@ class Sessions:
             count = sum(session.meter.path == path for session in sessions)
             self.stats.gauge("handoff_transport_peers", count, label=path)
 
-    def origin(self, session: Session) -> Origin:
+    def origin(self, session: HandoffSession) -> Origin:
         """Return the worker that an outbound session was made to."""
         return self._origins[session.peer]
 
-    def get(self, peer: PeerId) -> Session | None:
-        """Return a live session."""
-        return self._sessions.get(peer)
-
-    def get_or_connect(self, origin: Origin) -> Session | None:
+    def get_or_connect(self, origin: Origin) -> HandoffSession | None:
         """Return the session with a worker once its path is chosen. Otherwise return None, and
         connect unless that has begun."""
         peer = self._peers.get(origin)
@@ -183,26 +149,14 @@ class Sessions:
         endpoint = origin.endpoint
         peer = self.transport.connect(endpoint.host, endpoint.port)
         self._peers[origin], self._origins[peer] = peer, origin
-        self._sessions[peer] = _new_session(self, peer, inbound=False)
+        self._begin(peer, inbound=False)
         self.publish_counts()
         return None
 
-    def send(self, peer: PeerId, message: Message) -> None:
-        """Send a message to a peer."""
-        self.transport.submit(PeerMessage(peer, messages.encode(message)))
-
-    def disconnect(self, peer: PeerId, reason: str) -> None:
-        """Close a connection; its ``PeerDown`` carries the reason."""
-        session = self._sessions.get(peer)
-        if session is not None and session.state is not SessionState.CLOSING:
-            session.advance(Event.ABORT)
-            self.transport.submit(Disconnect(peer, reason))
-
     def tick(self, now: float) -> None:
-        """Disconnect peers that send no Hello, or whose rate cannot be measured, in time."""
-        for session in self._sessions.values():
-            if session.state is SessionState.GREETING and now - session.since > _HELLO_TIMEOUT_S:
-                self.disconnect(session.peer, f"no Hello within {_HELLO_TIMEOUT_S:g} s")
+        """Disconnect peers whose rate cannot be measured in time, too."""
+        super().tick(now)
+        for session in self:
             measuring = session.agreed and not session.inbound and not session.meter.path
             if measuring and now - session.since > _PROBE_TIMEOUT_S:
                 self.disconnect(
@@ -213,10 +167,10 @@ class Sessions:
     def on_up(self, event: PeerUp) -> None:
         """A connection is authenticated: send the Hello."""
         if event.inbound:
-            self._sessions[event.peer] = _new_session(self, event.peer, inbound=True)
+            self._begin(event.peer, inbound=True)
         session = self._sessions.get(event.peer)
         if session is not None:
-            session.advance(Event.CONNECTED)
+            session.connected()
             session.address = session.name = event.address
             wanted = self.preference.transport
             if wanted == "auto" and self._origins.get(event.peer) in self._tcp_only:
@@ -228,15 +182,14 @@ class Sessions:
                 return
             self.send(event.peer, self.hello)
 
-    def on_hello(self, session: Session, theirs: HandoffHello) -> Origin | None:
+    def on_hello(self, session: HandoffSession, theirs: HandoffHello) -> Origin | None:
         """Negotiate with the peer; return the worker that the session was made to.
 
         Raises:
             Refused: naming the field that differs, with both values.
             ProtocolError: a second Hello.
         """
-        if session.state is not SessionState.GREETING:
-            raise ProtocolError("a second Hello")
+        session.greeted()
         session.name = f"{session.address.rpartition(':')[0]}/{theirs.engine_id[:8]}"
         reader, source = (theirs, self.hello) if session.inbound else (self.hello, theirs)
         origin = self._origins.get(session.peer)
@@ -261,7 +214,7 @@ class Sessions:
             text = "%s: KV of other weights is used, as mix_weights says: weights is %s"
             logger.warning(text, session.name, agreement.mixed_weights)
         self._resolve_units(session, agreement)
-        session.advance(Event.AGREED)
+        session.agree()
         self.publish_counts()
         if not session.inbound:
             seconds = time.monotonic() - session.since
@@ -269,26 +222,15 @@ class Sessions:
             logger.info("connected to %s in %.3f s", session.name, seconds)
         return origin
 
-    def on_reject(self, session: Session, message: Reject) -> None:
-        """The peer has rejected this worker."""
-        if session.refusal:
-            return  # both sides rejected
-        session.refusal = message.message or message.field
-        self.stats.count("handoff_refused", label=message.field)
-        self.disconnect(session.peer, f"refused by the peer: {message.message}")
+    def note_refused(self, field: str) -> None:
+        self.stats.count("handoff_refused", label=field)
 
-    def reject(self, peer: PeerId, error: Refused) -> None:
-        """Tell the peer why it is refused, and disconnect."""
-        session = self._sessions.get(peer)
-        if session is not None:
-            session.refusal = str(error) or error.field
-        self.stats.count("handoff_refused", label=error.field)
-        self.send(peer, Reject(field=error.field, message=str(error)))
-        self.disconnect(peer, str(error))
+    def note_error(self) -> None:
+        self.stats.count("handoff_peer_errors")
 
     def on_down(self, event: PeerDown) -> tuple[Origin | None, FailureCause]:
         """A connection is gone; return the worker it was made to, and the cause for its reads."""
-        session = self._sessions.pop(event.peer, None)
+        session, refusal = self.remove(event)
         origin = self._origins.pop(event.peer, None)
         if origin is not None:
             del self._peers[origin]
@@ -298,12 +240,8 @@ class Sessions:
                     "%s: only tcp from now on, the other path failed in the probe", session.name
                 )
                 remember(self._tcp_only, origin, None, _MOST_TCP_ONLY)
-        if event.refused:
-            self.stats.count("handoff_refused", label=event.refused)
-        refusal = (session.refusal if session else "") or (event.refused and event.reason)
         if session is not None:
             name = session.name or (str(origin.endpoint) if origin else "a peer")
-            # Who refuses closes the connection, and may do so before this side does.
             logger.warning("connection to %s ended: %s", name, refusal or event.reason)
             self.stats.count("handoff_peer_failures", label=name)
         self.publish_counts()
@@ -311,7 +249,13 @@ class Sessions:
             remember(self.ended.refusals, origin.endpoint, refusal, _MOST_REFUSALS)
         return origin, FailureCause.REFUSED if refusal else FailureCause.PEER
 
-    def _resolve_units(self, session: Session, agreement: Agreement) -> None:
+    def _begin(self, peer: PeerId, inbound: bool) -> None:
+        rank = self.hello.rank
+        trace = TransferTrace(rank.pp_rank * rank.tp + rank.tp_rank) if self.traced else None
+        meter = TransferMeter(trace=trace)
+        self.add(HandoffSession(peer, inbound, time.monotonic(), meter=meter))
+
+    def _resolve_units(self, session: HandoffSession, agreement: Agreement) -> None:
         """Derive where the negotiated units are in this worker's cache."""
         rank = self.hello.rank
         for number, group in enumerate(agreement.groups):
@@ -344,40 +288,6 @@ class Sessions:
             session.unit_group.append(number)
 
 
-def isolate(sessions: Sessions, peer: PeerId) -> AbstractContextManager[None]:
-    """Contain errors of work for one peer: an error ends that peer's connection only. Transfers of
-    other peers, the agent's thread and the engine's thread go on."""
-    return contained(partial(end_session, sessions, peer))
-
-
-def end_session(sessions: Sessions, peer: PeerId, error: Exception) -> None:
-    """End a session after an error. Unexpected errors are bugs of KVConnect: they are logged and
-    counted."""
-    session = sessions.get(peer)
-    reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, Refused):
-        sessions.reject(peer, error)
-        return
-    if not isinstance(error, KVConnectError) and (
-        session is None or session.state is not SessionState.CLOSING
-    ):
-        name = session.name if session is not None else "a peer"
-        logger.error(
-            "%s: unexpected error in KVConnect; this connection ends", name, exc_info=error
-        )
-        sessions.stats.count("handoff_peer_errors")
-    if session is None:
-        sessions.transport.submit(Disconnect(peer, reason))
-    else:
-        sessions.disconnect(peer, reason)
-
-
-def _new_session(sessions: Sessions, peer: PeerId, inbound: bool) -> Session:
-    rank = sessions.hello.rank
-    trace = TransferTrace(rank.pp_rank * rank.tp + rank.tp_rank) if sessions.traced else None
-    return Session(peer, inbound, time.monotonic(), meter=TransferMeter(trace=trace))
-
-
-def _failed_in_probe(session: Session) -> bool:
+def _failed_in_probe(session: HandoffSession) -> bool:
     """Whether a path that the peer offers did not work: a firewall blocks it, for instance."""
     return session.agreed and not session.meter.path and "tcp" in session.meter.rates

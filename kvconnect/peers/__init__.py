@@ -1,7 +1,10 @@
-"""What the agents of a worker have in common that talk to workers of other engines.
+"""What is the same for all agents of a worker that talk to workers of other engines.
 
 There are two: for hand-offs (:mod:`kvconnect.disaggregation.agent`) and for sharing
-(:mod:`kvconnect.tiers.peers.peer_agent`). They share a port, the handshake, the kind of ticket and
-the check of weights, and keep queues, connections and threads of their own: whatever a reader of
-shared blocks does, and whatever its questions cost, no message of a hand-off waits behind it.
+(:mod:`kvconnect.tiers.peers.peer_agent`). They share a port, the handshake, sessions, the kind of
+ticket and the check of weights. Each has its own connections, queues and thread: whatever a reader
+of shared blocks does, and whatever its questions cost, no message of a hand-off waits behind it.
+
+They dial for themselves too. A hand-off's worker is that of one ticket, and its request decides how
+often it is tried; workers that share are known for good, and are tried until they are there.
 """

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import ProtocolError
+from kvconnect.peers.sessions import Session, Sessions, SessionState
 from kvconnect.protocol.cache_messages import (
     MAX_ASKED,
     MAX_FETCHED,
@@ -30,7 +31,6 @@ from kvconnect.protocol.cache_messages import (
 from kvconnect.protocol.codec import MAX_MESSAGE
 from kvconnect.protocol.hello import Reject
 from kvconnect.protocol.reads import PROBE_READ_ID, Cancel
-from kvconnect.tiers.peers.peer_agent import PeerAgent
 from kvconnect.transport.base import Disconnect
 from tests.unit.tiers import sharing_world
 from tests.unit.tiers.sharing_world import BLOCKS, HALF, End, Engine, World
@@ -304,9 +304,34 @@ def test_what_is_said_before_an_agreement_ends_its_connection_alone(
 ) -> None:
     first, hostile, _ = world.engines
     end = end_at(first, hostile, reads)
-    first.agent._peers[end.peer].agreed = False  # as before the other side's hello
+    session = first.agent._sessions.get(end.peer)
+    assert session is not None
+    session.state, session.same_blocks = SessionState.GREETING, False  # as before the other's hello
     assert hears(world, end, {**TOO_EARLY, **OTHER_BLOCKS}[name](first))
     assert_only_this_ended(world, end)
+
+
+NO_AGREEMENT: dict[str, Say] = {
+    "refused here": TOO_EARLY["a hello of a later version"],
+    "refused there": lambda _: [Reject("protocol", "4 to 4 here, 9 to 9 there")],
+}
+
+
+@refusals(NO_AGREEMENT)
+def test_why_two_workers_do_not_share_is_logged_once(
+    world: World, say: Say, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, other, _ = world.engines
+    for _ in range(2):
+        end = end_at(first, other, reads=True)
+        session = first.agent._sessions.get(end.peer)
+        assert session is not None
+        session.state, session.same_blocks = SessionState.GREETING, False
+        assert "9 to 9 there" in hears(world, end, say(first))
+        world.share()
+    (line,) = [each for each in caplog.messages if each.startswith("nothing is shared with")]
+    assert "9 to 9 there" in line
+    world.end()
 
 
 @refusals(HARMLESS)
@@ -353,11 +378,11 @@ def asks(world: World, reader: Engine) -> tuple[int, End]:
 def test_an_error_that_ends_more_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: an agent that closes all connections because of one."""
 
-    def end_all(self: PeerAgent, _peer: object, error: Exception) -> None:
-        for each in self._peers:
-            self._transport.submit(Disconnect(each, str(error)))
+    def end_all(self: Sessions[Session], _peer: object, error: Exception) -> None:
+        for each in self:
+            self.transport.submit(Disconnect(each.peer, str(error)))
 
-    monkeypatch.setattr(PeerAgent, "_end", end_all)
+    monkeypatch.setattr(Sessions, "end", end_all)
     first, hostile, _ = world.engines
     with pytest.raises(AssertionError):
         hears(world, end_at(first, hostile, reads=True), [Cancel(1)])

@@ -38,7 +38,7 @@ from kvconnect.disaggregation.messages import (
     Receive,
     Withdraw,
 )
-from kvconnect.disaggregation.sessions import PathPreference, Sessions
+from kvconnect.disaggregation.sessions import HandoffSessions, PathPreference
 from kvconnect.disaggregation.staging import StagedMemory
 from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.offload.streams import DeviceFence, make_streams
@@ -161,7 +161,9 @@ class Side:
         memory = StagedMemory(OnDevice(self.area), 1 << 12, PATIENCE_S, copier)  # type: ignore[arg-type]
         transport.register(ProbedMemory(memory, torch.device("cpu")))
         address = transport.listen(engine, 0) if sends else None
-        found = Sessions(hello, (pages,), transport, OffloadingConnectorStats(), PathPreference())
+        found = HandoffSessions(
+            hello, (pages,), transport, OffloadingConnectorStats(), PathPreference()
+        )
         return HandoffAgent(found, PATIENCE_S, make_streams(CUDA).mark, address)
 
     @contextmanager

@@ -20,7 +20,7 @@ from kvconnect.disaggregation.messages import (
     ReceiveReport,
     TransferEvent,
 )
-from kvconnect.disaggregation.sessions import PathPreference, Sessions
+from kvconnect.disaggregation.sessions import HandoffSessions, PathPreference
 from kvconnect.disaggregation.staging import HostMemory, StagedMemory
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import GroupHello, HandoffHello
@@ -104,7 +104,9 @@ class Engine:
         )
         transport.register(ProbedMemory(memory, raw.device))
         address = transport.listen("127.0.0.1", 0) if self.sends else None
-        links = Sessions(hello, (pages,), transport, OffloadingConnectorStats(), PathPreference())
+        links = HandoffSessions(
+            hello, (pages,), transport, OffloadingConnectorStats(), PathPreference()
+        )
         self.caches.append(cache)
         self.agents.append(HandoffAgent(links, 5.0, lambda: None, address))
 

@@ -121,14 +121,13 @@ class Dialler:
                 self._own.add(address)
                 self._drop(address, "this is the worker itself")
 
-    def end(self, peer: PeerId, why: str) -> None:
-        """End a connection; one that this worker made is made again at the next tick."""
+    def end(self, peer: PeerId) -> None:
+        """This side ends a connection; one that it made is made again at the next tick."""
         with self._sources.changed:
             one = self._of(peer)
             if one is not None:
                 one.ended = True
                 one.breaker.succeeded()
-            self._sources.transport.submit(Disconnect(peer, why))
 
     def lost(self, peer: PeerId, now: float) -> None:
         """A connection is lost."""

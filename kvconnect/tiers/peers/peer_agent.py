@@ -9,16 +9,18 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from kvconnect import threads
+from kvconnect.bounded import remember
 from kvconnect.cache.head_shards import HeadUnit
-from kvconnect.errors import KVConnectError, ProtocolError, Refused, TransferFailed, contained
+from kvconnect.errors import ProtocolError
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.peers.connections import connection_options
+from kvconnect.peers.loop import PeerLoop
+from kvconnect.peers.sessions import Session, Sessions
 from kvconnect.protocol.addresses import Addresses
 from kvconnect.protocol.cache_messages import (
     NONCE_BYTES,
@@ -49,15 +51,13 @@ from kvconnect.tiers.peers.serving import SendLimit, Serving
 from kvconnect.tiers.peers.sources import CacheSources
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
-    Disconnect,
+    Drained,
     Ends,
     Event,
     MessageReceived,
     PagesReceived,
     PagesSent,
     PeerDown,
-    PeerId,
-    PeerMessage,
     PeerUp,
     Transport,
 )
@@ -66,21 +66,20 @@ from kvconnect.transport.tcp.shared_port import SharedPort
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.25
-_JOIN_TIMEOUT_S = 10.0
+_MOST_REFUSALS = 64
 
 
 @dataclass
-class _Connection:
-    """A connection that is up. ``agreed``: both sides keep the same blocks. ``nonce``: of this
-    side's hello, if it may read the memory of the other. ``ends``: for checking whose it is."""
+class SharingSession(Session):
+    """``same_blocks``: both sides keep the same blocks. The session of two that do not stays, and
+    is not used: it would only be made again. ``nonce``: of this side's hello, if it may read the
+    memory of the other. ``ends``: for checking whose it is."""
 
-    inbound: bool
-    host: str
-    path: str
-    nonce: bytes
-    ends: Ends | None
-    agreed: bool = False
+    host: str = ""
+    path: str = "tcp"
+    nonce: bytes = b""
+    ends: Ends | None = None
+    same_blocks: bool = False
 
 
 class SharedBlocks(NamedTuple):
@@ -153,15 +152,14 @@ class PeerAgent:
         served, limit = ServedBlocks(host.num_slots), SendLimit(options.serve_rate, clock)
         self._serving = Serving(transport, served, host, groups, limit, self._meter)
         self._dialler = Dialler(sources, options.addresses(), clock)
-        self._peers: dict[PeerId, _Connection] = {}
-        self._closed = threading.Event()
+        self._sessions = Sessions[SharingSession](transport, encode)
+        self._refusals: dict[tuple[str, int], str] = {}  # the last of each worker that refused
         self._meets_again = threading.Event()  # with another hello
         transport.register(ArenaMemory(host))
         self.address = _listen(transport, options.listen, number)
-        kind, stopped = threads.ThreadKind.PEERS, self._closed.is_set
-        name = "kvconnect-peers"
-        self._thread = threads.make(kind, name, self._loop, again=True, stopped=stopped)
-        self._thread.start()
+        kind = threads.ThreadKind.PEERS
+        self._loop = PeerLoop(kind, transport, self._take, self._tick, again=True)
+        self._loop.start()
 
     def __repr__(self) -> str:
         return f"<PeerAgent {len(self.reader.sources)} of {len(self._dialler)} sources>"
@@ -196,133 +194,134 @@ class PeerAgent:
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
-        self._closed.set()
-        self._thread.join(_JOIN_TIMEOUT_S)
+        self._loop.stop()
+        self._loop.join()
         self._serving.close()
         self._transport.close()
         self.reader.sources.close()
 
-    def _loop(self) -> None:
-        ticked = -_TICK_S
-        while not self._closed.is_set():
-            now = time.monotonic()
-            if now - ticked >= _TICK_S:
-                ticked = now
-                self._dialler.tick(now)
-                self._serving.tick(now)
-                self._end_all()
-            for event in self._transport.poll(_TICK_S):
-                with contained(partial(self._end, event.peer)):
-                    self._on_event(event)
-
-    def _end_all(self) -> None:
-        """End all connections if the weights have changed; the dialler makes them again."""
+    def _tick(self, now: float) -> None:
+        self._dialler.tick(now)
+        self._serving.tick(now)
+        self._sessions.tick(now)
         if self._meets_again.is_set():
             self._meets_again.clear()
-            for peer in self._peers:
-                self._dialler.end(peer, "the weights have changed")
+            for session in self._sessions:
+                self._dialler.end(session.peer)
+                self._sessions.disconnect(session.peer, "the weights have changed")
 
-    def _on_event(self, event: Event) -> None:
-        if isinstance(event, PeerUp):
-            path = "nixl" if self._nixl and "nixl" in event.paths else "tcp"
-            host = event.address.rpartition(":")[0].strip("[]")
-            copies = self._access.reads and not event.inbound and is_this_machine(host)
-            nonce = os.urandom(NONCE_BYTES) if copies else b""
-            self._peers[event.peer] = _Connection(event.inbound, host, path, nonce, event.ends)
-            if event.inbound:
-                self._serving.on_up(event.peer, host)
-            hello = msgspec.structs.replace(self._hello, nonce=nonce)
-            self._transport.submit(PeerMessage(event.peer, encode(hello)))
-        elif isinstance(event, PeerDown):
-            self._on_down(event)
-        elif (connection := self._peers.get(event.peer)) is None:
-            return
-        elif isinstance(event, MessageReceived):
-            self._on_message(event.peer, connection, decode(event.payload))
+    def _take(self, event: Event) -> None:
+        with self._sessions.isolate(event.peer):
+            if isinstance(event, PeerUp):
+                self._on_up(event)
+            elif isinstance(event, PeerDown):
+                self._on_down(event)
+            elif (session := self._sessions.get(event.peer)) is not None:
+                self._on_session_event(session, event)
+
+    def _on_up(self, event: PeerUp) -> None:
+        host = event.address.rpartition(":")[0].strip("[]")
+        copies = self._access.reads and not event.inbound and is_this_machine(host)
+        session = SharingSession(
+            event.peer,
+            event.inbound,
+            time.monotonic(),
+            address=event.address,
+            name=event.address,
+            host=host,
+            path="nixl" if self._nixl and "nixl" in event.paths else "tcp",
+            nonce=os.urandom(NONCE_BYTES) if copies else b"",
+            ends=event.ends,
+        )
+        session.connected()
+        self._sessions.add(session)
+        if event.inbound:
+            self._serving.on_up(event.peer, host)
+        self._sessions.send(event.peer, msgspec.structs.replace(self._hello, nonce=session.nonce))
+
+    def _on_session_event(
+        self,
+        session: SharingSession,
+        event: MessageReceived | PagesSent | PagesReceived | Drained,
+    ) -> None:
+        if isinstance(event, MessageReceived):
+            self._on_message(session, decode(event.payload))
         elif isinstance(event, PagesReceived):
             self.reader.reads.on_received(event)
         elif isinstance(event, PagesSent):
             self._serving.on_sent(event)
-        elif connection.inbound:
+        elif session.inbound:
             self._serving.on_drained(event)
         else:
             self.reader.reads.on_drained(event)
 
-    def _on_message(self, peer: PeerId, connection: _Connection, message: CacheMessage) -> None:
-        if isinstance(message, CacheHello):
-            self._on_hello(peer, connection, message)
-        elif isinstance(message, Reject):
-            raise TransferFailed(f"refused by the peer: {message.message}")
-        elif not connection.agreed:
+    def _on_message(self, session: SharingSession, message: CacheMessage) -> None:
+        if isinstance(message, Reject):
+            self._sessions.on_reject(session, message)
+        elif isinstance(message, CacheHello):
+            self._on_hello(session, message)
+        elif not session.same_blocks:
             raise ProtocolError(f"{type(message).__name__} before an agreement")
-        elif connection.inbound:
-            self._serving.on_message(peer, message)
+        elif session.inbound:
+            self._serving.on_message(session.peer, message)
         elif isinstance(message, Found):
-            self.reader.questions.on_found(peer, message)
+            self.reader.questions.on_found(session.peer, message)
         elif isinstance(message, Sent):
-            self.reader.reads.on_sent(peer, message)
-        elif isinstance(message, HostTierAddresses) and connection.nonce:
-            self._on_memory(peer, connection, message)
+            self.reader.reads.on_sent(session.peer, message)
+        elif isinstance(message, HostTierAddresses) and session.nonce:
+            self._on_memory(session, message)
         else:
             raise ProtocolError(f"{type(message).__name__} from a source")
 
-    def _on_hello(self, peer: PeerId, connection: _Connection, hello: CacheHello) -> None:
-        """Agree with a worker that keeps the same blocks. The connection to another one stays, and
-        is not used: it would only be made again."""
-        if connection.agreed:
-            raise ProtocolError("a second hello")
+    def _on_hello(self, session: SharingSession, hello: CacheHello) -> None:
+        """Agree with a worker on what to share: all that both keep, or nothing."""
+        session.greeted()
         common_protocol(PROTOCOL, hello.protocol)
+        session.agree()
         if hello.engine == self._hello.engine:
-            self._dialler.forget(peer)
+            self._dialler.forget(session.peer)
             return
-        address = self._dialler.address(peer)
         same_part = hello.layout == self._hello.layout
         other = other_weights(self._hello.identity, hello.identity, same_part=same_part)
         if other is not None and _are_known(self._hello, hello):
             text = "the peer at %s has other weights, %r there and %r here: nothing is shared"
-            logger.warning(text, address or peer, other[1], other[0])
+            logger.warning(text, session.name, other[1], other[0])
         elif hello.format != self._hello.format:
-            logger.warning("the peer at %s keeps other blocks: nothing is shared", address or peer)
+            logger.warning("the peer at %s keeps other blocks: nothing is shared", session.name)
         else:
-            if address is not None:
-                self.reader.sources.add(peer, connection.path, hello, same_part)
-            elif (
-                self._access.gives
-                and same_part
-                and hello.nonce
-                and is_this_machine(connection.host)
-            ):
-                self._serving.tell_memory(peer, hello.nonce)
-            connection.agreed = True
-        self._dialler.answered(peer)
+            if not session.inbound:
+                self.reader.sources.add(session.peer, session.path, hello, same_part)
+            elif self._access.gives and same_part and hello.nonce and is_this_machine(session.host):
+                self._serving.tell_memory(session.peer, hello.nonce)
+            session.same_blocks = True
+        self._dialler.answered(session.peer)
 
-    def _on_memory(self, peer: PeerId, connection: _Connection, told: HostTierAddresses) -> None:
+    def _on_memory(self, session: SharingSession, told: HostTierAddresses) -> None:
         """Read a source's blocks from its memory from now on, if the system lets this process and
         the process that it names is the one that says so."""
         try:
-            check_other_end(told.pid, connection.ends)
-            memory = SourceMemory(told, connection.nonce, self._access.host)
+            check_other_end(told.pid, session.ends)
+            memory = SourceMemory(told, session.nonce, self._access.host)
         except OSError as error:
             text = "the memory of the engine at %s cannot be read, so the network is used: %s"
-            logger.info(text, self._dialler.address(peer), error)
+            logger.info(text, session.name, error)
         else:
-            self.reader.sources.set_memory(peer, memory)
+            self.reader.sources.set_memory(session.peer, memory)
 
     def _on_down(self, event: PeerDown) -> None:
-        self._peers.pop(event.peer, None)
+        _, refusal = self._sessions.remove(event)
+        self._note_refusal(self._dialler.address(event.peer), refusal)
         self._dialler.lost(event.peer, time.monotonic())
         self._serving.on_down(event.peer)
         self.reader.sources.remove(event.peer)
         self.reader.questions.on_down(event.peer)
         self.reader.reads.on_down(event.peer)
 
-    def _end(self, peer: PeerId, error: Exception) -> None:
-        """End the connection that an error came from."""
-        if not isinstance(error, KVConnectError):  # a bug here
-            logger.error("unexpected error; this connection ends", exc_info=error)
-        if isinstance(error, Refused):
-            self._transport.submit(PeerMessage(peer, encode(Reject(error.field, str(error)))))
-        self._transport.submit(Disconnect(peer, f"{type(error).__name__}: {error}"))
+    def _note_refusal(self, address: tuple[str, int] | None, refusal: str) -> None:
+        """Log why there is no sharing with a worker, once: it is connected to again and again."""
+        if address is not None and refusal and self._refusals.get(address) != refusal:
+            remember(self._refusals, address, refusal, _MOST_REFUSALS)
+            logger.warning("nothing is shared with the engine at %s:%d: %s", *address, refusal)
 
 
 def _are_known(*hellos: CacheHello) -> bool:

@@ -16,7 +16,7 @@ from kvconnect.disaggregation.agent import HandoffAgent  # noqa: E402
 from kvconnect.disaggregation.decode_executor import DecodeExecutor  # noqa: E402
 from kvconnect.disaggregation.messages import OfferBlocks  # noqa: E402
 from kvconnect.disaggregation.prefill_executor import PrefillExecutor  # noqa: E402
-from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
+from kvconnect.disaggregation.sessions import HandoffSessions  # noqa: E402
 from kvconnect.transport.tcp import event_loop  # noqa: E402
 from kvconnect.transport.tcp.control_connection import ControlConnection  # noqa: E402
 from kvconnect.transport.tcp.listener import Listener  # noqa: E402
@@ -48,7 +48,7 @@ CALLBACKS = [
     (ControlConnection, "_on_ready"),
     (HandoffAgent, "_on_event"),
     (HandoffAgent, "_on_message"),
-    (Sessions, "tick"),
+    (HandoffSessions, "tick"),
     (PrefillExecutor, "tick"),
     (PrefillExecutor, "on_sent"),
     (DecodeExecutor, "tick"),
@@ -75,7 +75,7 @@ class Break:
 def alive(*engines: Engine) -> bool:
     agents = [agent for engine in engines for agent in engine.agents]
     loops = [agent._sessions.transport._shared.loop for agent in agents]  # type: ignore[attr-defined]
-    return all(agent._thread.is_alive() for agent in agents) and all(loop.alive for loop in loops)
+    return all(agent._loop.alive for agent in agents) and all(loop.alive for loop in loops)
 
 
 def disturbed_hand_off(p: Engine, d: Engine, broken: Break) -> None:
@@ -139,7 +139,7 @@ def test_without_the_boundary_the_agent_ends(
     monkeypatch.setattr(agent, "contained", lambda _: nullcontext())
     broken = Break(monkeypatch, DecodeExecutor, "tick")
     assert broken.raised.wait(WAIT_S)
-    d.agents[0]._thread.join(WAIT_S)
+    d.agents[0]._loop.join()
     assert not alive(d)
 
 

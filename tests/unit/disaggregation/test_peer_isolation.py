@@ -21,7 +21,7 @@ from kvconnect.disaggregation.prefill_actions import (  # noqa: E402
 from kvconnect.disaggregation.prefill_executor import PrefillExecutor  # noqa: E402
 from kvconnect.disaggregation.prefill_planner import PrefillPlanner  # noqa: E402
 from kvconnect.disaggregation.prefill_reads import ServedRead  # noqa: E402
-from kvconnect.disaggregation.sessions import Sessions  # noqa: E402
+from kvconnect.disaggregation.sessions import HandoffSessions  # noqa: E402
 from kvconnect.protocol.codec import MessageReader  # noqa: E402
 from kvconnect.protocol.messages import HandoffHello  # noqa: E402
 from kvconnect.transport.tcp.peer import Peer  # noqa: E402
@@ -64,9 +64,9 @@ def test_an_error_that_a_peer_raises_ends_its_connection_alone(
     p.step(offers=[OfferBlocks(TRANSFER)])
     with monkeypatch.context() as patch:
         owner, name = {
-            "hello": (Sessions, "on_hello"),
+            "hello": (HandoffSessions, "on_hello"),
             "message": (PrefillExecutor, "on_message"),
-            "up": (Sessions, "on_up"),
+            "up": (HandoffSessions, "on_up"),
         }[where]
         real = getattr(owner, name)
 

@@ -11,9 +11,9 @@ pytest.importorskip("torch")
 
 from kvconnect.disaggregation.decode_executor import DecodeExecutor
 from kvconnect.disaggregation.messages import DisaggregationInstructions, Keep, PrefillSource
-from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
-from kvconnect.disaggregation.states import SessionState
+from kvconnect.disaggregation.sessions import HandoffSession, HandoffSessions, PathPreference
 from kvconnect.errors import Refused
+from kvconnect.peers.sessions import SessionState
 from kvconnect.protocol import messages
 from kvconnect.protocol.hello import REFUSAL_FIELDS
 from kvconnect.protocol.identity import Identity, Weights
@@ -64,12 +64,14 @@ class Recording(InprocTransport):
         return []
 
 
-def make_links(transport: str = "auto") -> tuple[Sessions, Recording]:
+def make_links(transport: str = "auto") -> tuple[HandoffSessions, Recording]:
     seam = Recording()
-    return Sessions(HELLO, (), seam, OffloadingConnectorStats(), PathPreference(transport)), seam
+    return HandoffSessions(
+        HELLO, (), seam, OffloadingConnectorStats(), PathPreference(transport)
+    ), seam
 
 
-def connected(links: Sessions, paths: tuple[str, ...] = ("tcp", "nixl")) -> Session:
+def connected(links: HandoffSessions, paths: tuple[str, ...] = ("tcp", "nixl")) -> HandoffSession:
     """Connect to the origin; both sides have agreed, nothing is measured yet."""
     assert links.get_or_connect(ORIGIN) is None
     peer = PeerId(links.transport.peers)  # type: ignore[attr-defined]

@@ -6,20 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvconnect.disaggregation.states import (
-    ANY_TIME,
-    HANDOFF,
-    LEASE,
-    SESSION,
-    TRANSFER,
-    Event,
-    Handoff,
-    Lease,
-    SessionState,
-    StateTable,
-    TransferState,
-)
+from kvconnect.disaggregation.states import HANDOFF, LEASE, TRANSFER, Handoff, Lease, TransferState
 from kvconnect.errors import Misuse
+from kvconnect.life_cycles import ANY_TIME, Event, StateTable
+from kvconnect.peers.sessions import SESSION, SessionState
 
 TABLES: dict[Any, StateTable[Any]] = {
     SessionState: SESSION,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvconnect.cache.pages import LayerPages, unit_segments
-from kvconnect.disaggregation.sessions import PathPreference, Session, Sessions
+from kvconnect.disaggregation.sessions import HandoffSession, HandoffSessions, PathPreference
 from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.errors import Incompatible, Refused
 from kvconnect.protocol.identity import Identity, Weights
@@ -124,8 +124,8 @@ def test_a_session_moves_each_layer_of_a_whole_block_as_one_run(
     cache = make(MODELS["mimo"], hybrid=False)
     (pages,) = handoff_pages.handoff_pages(cache.config, cache.views)
     hello, stats = hello_of(cache), OffloadingConnectorStats()
-    sessions = Sessions(hello, (pages,), InprocTransport(), stats, PathPreference())
-    session = Session(PeerId(1), inbound=True, since=0.0)
+    sessions = HandoffSessions(hello, (pages,), InprocTransport(), stats, PathPreference())
+    session = HandoffSession(PeerId(1), inbound=True, since=0.0)
     sessions._resolve_units(session, negotiate(hello, hello))
     assert {view.ratio for view in session.views.values()} == {1}
     together, *apart = session.units

@@ -30,6 +30,7 @@ from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, READY, HostIndex
+from kvconnect.peers import loop
 from kvconnect.protocol.cache_messages import NONCE_BYTES, HostTierAddresses, Place
 from kvconnect.settings import DigestMode
 from kvconnect.settings.sharing import PeerSettings
@@ -185,7 +186,8 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     locks = SimpleNamespace(Condition=Turn, Lock=threading.Lock, Event=threading.Event)
     kinds = SimpleNamespace(make=make, ThreadKind=threads.ThreadKind)
     monkeypatch.setattr(peer_agent, "time", clock)
-    monkeypatch.setattr(peer_agent, "threads", kinds)
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(loop, "threads", kinds)
     monkeypatch.setattr(sources, "threading", locks)
     monkeypatch.setattr(tiered_store, "threading", locks)
     monkeypatch.setattr(tiered_store, "make", make)

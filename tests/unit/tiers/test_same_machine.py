@@ -264,9 +264,9 @@ def test_memory_that_is_not_the_source_s_is_not_read(changes: dict[str, int]) ->
 
 def test_memory_that_was_not_asked_for_ends_the_connection() -> None:
     with pair(here="network") as (source, reader):
-        (peer,) = source.agent._peers
+        (session,) = source.agent._sessions
         reads = reader.agent.reader
-        source.agent._transport.submit(PeerMessage(peer, encode(told(source))))
+        source.agent._transport.submit(PeerMessage(session.peer, encode(told(source))))
         until(lambda: not len(reads.sources))
 
 
@@ -301,10 +301,10 @@ def test_an_answer_with_places_from_a_source_that_cannot_be_read() -> None:
 
 def test_a_message_about_memory_is_none_of_a_reader() -> None:
     with pair() as (source, reader):
-        (peer,) = reader.agent._peers
+        (session,) = reader.agent._sessions
         for message in (told(source), Found(1, b"\1", [Place(0, 0, None)])):
-            reader.agent._transport.submit(PeerMessage(peer, encode(message)))
-        until(lambda: not source.agent._peers)
+            reader.agent._transport.submit(PeerMessage(session.peer, encode(message)))
+        until(lambda: not len(source.agent._sessions))
 
 
 def test_a_reader_that_wants_digests_copies_no_block_without_one() -> None:
