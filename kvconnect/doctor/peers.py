@@ -27,10 +27,10 @@ from kvconnect.doctor.exchange import (
 )
 from kvconnect.doctor.plain_sockets import SocketTestServer, measure_sockets
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
+from kvconnect.peers.sessions import Session, Sessions
 from kvconnect.protocol.codec import PROTOCOL, common_protocol
 from kvconnect.protocol.hello import Reject
 from kvconnect.transport.base import (
-    Disconnect,
     Event,
     IncomingPages,
     MessageReceived,
@@ -67,10 +67,10 @@ class DoctorSource:
     """
 
     def __init__(self, transport: Transport, buffer: PatternBuffer, host: str) -> None:
-        self._transport = transport
+        self._sessions = Sessions[Session](transport, encode)
         self._buffer = buffer
         self._host = host
-        self._peer: PeerId | None = None
+        self._reader: PeerId | None = None
         self._socket_test: SocketTestServer | None = None
         self._last_message = 0.0
         buffer.fill(pattern(buffer.nbytes))
@@ -82,10 +82,13 @@ class DoctorSource:
 
     def step(self, timeout: float) -> None:
         """Answer pending events, waiting up to ``timeout`` seconds for one."""
-        for event in self._transport.poll(timeout):
-            self._handle(event)
-        if self._peer is not None and time.monotonic() - self._last_message > IDLE_S:
-            self._disconnect(self._peer, f"no request for {IDLE_S:g} s")
+        for event in self._sessions.transport.poll(timeout):
+            with self._sessions.isolate(event.peer):
+                self._handle(event)
+        now = time.monotonic()
+        self._sessions.tick(now)
+        if self._reader is not None and now - self._last_message > IDLE_S:
+            self._sessions.end(self._reader, Refused("other", f"no request for {IDLE_S:g} s"))
 
     def close(self) -> None:
         """Close the socket test; the transport stays open."""
@@ -95,36 +98,47 @@ class DoctorSource:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, PeerUp):
-            if self._peer is not None:
-                self._disconnect(event.peer, "busy with another reader; try again later")
-                return
-            logger.info("reader %s connected", event.address)
-            self._peer, self._last_message = event.peer, time.monotonic()
-        elif isinstance(event, PeerDown) and event.peer == self._peer:
-            logger.info("reader disconnected: %s", event.reason)
-            self._peer = None
-            self.close()
-        elif isinstance(event, MessageReceived) and event.peer == self._peer:
-            self._last_message = time.monotonic()
+            self._on_up(event)
+        elif isinstance(event, PeerDown):
+            self._sessions.remove(event)
+            if event.peer == self._reader:
+                logger.info("reader disconnected: %s", event.reason)
+                self._reader = None
+                self.close()
+        elif isinstance(event, MessageReceived) and (session := self._sessions.get(event.peer)):
+            if event.peer == self._reader:
+                self._last_message = time.monotonic()
             try:
-                self._answer(event.peer, decode(event.payload))
-            except Refused as error:
-                self._disconnect(event.peer, str(error), error.field)
-            except (ProtocolError, OSError) as error:
-                self._disconnect(event.peer, str(error))
+                self._answer(session, decode(event.payload))
+            except (ProtocolError, OSError) as error:  # the reader is told
+                raise Refused("other", str(error)) from error
 
-    def _answer(self, peer: PeerId, message: DoctorMessage) -> None:
-        if isinstance(message, TransferRequest):
-            self._send(peer, message)
+    def _on_up(self, event: PeerUp) -> None:
+        session = Session(event.peer, event.inbound, time.monotonic(), name=event.address)
+        session.connected()
+        self._sessions.add(session)
+        if self._reader is not None:
+            raise Refused("other", "busy with another reader; try again later")
+        logger.info("reader %s connected", event.address)
+        self._reader, self._last_message = event.peer, time.monotonic()
+
+    def _answer(self, session: Session, message: DoctorMessage) -> None:
+        if isinstance(message, DoctorHello):
+            session.greeted()
+            common_protocol(PROTOCOL, message.protocol)
+            session.agree()
+            self._sessions.send(session.peer, _hello(self._buffer))
+        elif not session.agreed:
+            raise ProtocolError(f"{type(message).__name__} before an agreement")
+        elif isinstance(message, TransferRequest):
+            self._send(session.peer, message)
         elif isinstance(message, CpuRequest):
-            self._reply(peer, CpuSeconds(time.process_time()))
+            self._sessions.send(session.peer, CpuSeconds(time.process_time()))
         elif isinstance(message, SocketTestRequest):
             self.close()
-            self._socket_test = SocketTestServer(self._host, message.connections, message.nbytes)
-            self._reply(peer, SocketTestPort(self._socket_test.port, self._socket_test.word))
-        elif isinstance(message, DoctorHello):
-            common_protocol(PROTOCOL, message.protocol)
-            self._reply(peer, _hello(self._buffer))
+            test = SocketTestServer(self._host, message.connections, message.nbytes)
+            self._socket_test = test
+            self._sessions.send(session.peer, SocketTestPort(test.port, test.word))
         else:
             raise ProtocolError(f"unexpected message {type(message).__name__}")
 
@@ -135,18 +149,9 @@ class DoctorSource:
                 f"page {max(request.ids)} does not exist; the test buffer has {pages}"
             )
         unit = page_unit(request.page_bytes)
-        self._transport.submit(
+        self._sessions.transport.submit(
             OutgoingPages(peer, request.read_id, 0, unit, 0, array("q", request.ids))
         )
-
-    def _reply(self, peer: PeerId, message: DoctorMessage) -> None:
-        self._transport.submit(PeerMessage(peer, encode(message)))
-
-    def _disconnect(self, peer: PeerId, reason: str, field: str = "other") -> None:
-        # PeerDown always follows, and frees the peer.
-        logger.info("closing the connection: %s", reason)
-        self._reply(peer, Reject(field, reason))
-        self._transport.submit(Disconnect(peer, reason))
 
 
 class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvconnect.doctor import Finding, FindingsReport, peer_main, transfers
+from kvconnect.doctor import Finding, FindingsReport, peer_main, peers, transfers
 from kvconnect.doctor.buffers import (
     HostBuffer,
     cuda_unavailable_reason,
@@ -26,6 +26,7 @@ from kvconnect.doctor.buffers import (
     pattern,
 )
 from kvconnect.doctor.exchange import (
+    CpuRequest,
     CpuSeconds,
     DoctorHello,
     TransferRequest,
@@ -381,6 +382,7 @@ def test_no_two_grains_of_the_pattern_are_alike() -> None:
             "page 64 does not exist; the test buffer has 64",
         ),
         (encode(CpuSeconds(1.0)), "unexpected message CpuSeconds"),
+        (encode(DoctorHello(area_bytes=1, device="cpu")), "a second hello"),
         (b"engine", "cannot be read"),
     ],
 )
@@ -439,18 +441,31 @@ def test_something_else_at_the_address_is_named(answer: bytes, reason: str) -> N
 OTHER_VERSION = encode(DoctorHello(protocol=(9, 9), area_bytes=4096, device="cpu"))
 
 
-def test_a_doctor_of_another_version_is_refused_by_both_sides() -> None:
-    with served() as source, reading(source.port) as reader:
-        reader._transport.submit(PeerMessage(reader._peer, OTHER_VERSION))
-        with pytest.raises(Refused, match="9 to 9 there; upgrade") as by_the_source:
-            reader._cpu_s()
+@pytest.mark.parametrize(
+    ("first", "error", "why"),
+    [
+        (OTHER_VERSION, Refused, "9 to 9 there; upgrade"),
+        (encode(CpuRequest()), TransferFailed, "CpuRequest before an agreement"),
+    ],
+    ids=["of another version", "no hello"],
+)
+def test_a_reader_without_an_agreement_is_told_why(
+    first: bytes, error: type[Exception], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served() as source, monkeypatch.context() as patch:
+        patch.setattr(peers, "encode", lambda _: first)  # what its reader says
+        with pytest.raises(error, match=why), reading(source.port):
+            raise AssertionError("it was served")
+
+
+def test_a_source_of_another_version_is_refused() -> None:
     with (
         Answering(OTHER_VERSION) as other,
-        pytest.raises(Refused, match="9 to 9 there; upgrade") as by_the_reader,
+        pytest.raises(Refused, match="9 to 9 there; upgrade") as caught,
         reading(other.port),
     ):
         raise AssertionError("it was taken for a source")
-    assert by_the_source.value.field == by_the_reader.value.field == "protocol"
+    assert caught.value.field == "protocol"
 
 
 def test_a_refused_reader_is_told_apart_from_a_broken_one() -> None:
