@@ -2,6 +2,10 @@
 
 The reader chooses a read's id, which is also the transport's, expects its pages and asks for them.
 It may take the request back with :class:`Cancel`.
+
+How it asks, and how it hears of the end, is each service's own. Pages of a hand-off may not be
+computed yet, so their source says so now and then, and the reader says when it has all. Shared
+blocks are there or not, and may be overwritten meanwhile, so their source says what became of each.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from kvconnect.protocol.messages import GroupHello, HandoffHello
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import ConnectionOptions, Security
+from kvconnect.transport.tcp.shared_port import SharedPort
 from kvconnect.types import Endpoint, JobId, Rank, Span, TransferId
 
 HEADS, LAYERS, ROW, TOKENS = 4, 3, 8, 256  # of the model; ROW is floats of one head's token
@@ -48,6 +49,8 @@ class Engine:
     model: str = "tiny"
     weights: str = "tiny"
     digest: str = "full"
+    port: SharedPort | None = None  # of its process; it listens at number ``listen``
+    listen: int = 0
     caches: list[torch.Tensor] = field(default_factory=list)
     agents: list[HandoffAgent] = field(default_factory=list)
 
@@ -99,11 +102,10 @@ class Engine:
         )
         raw = area.view(torch.uint8)
         memory = StagedMemory(raw, 1 << 17) if self.staged else HostMemory(raw)
-        transport = make_transport(
-            "tcp", Security(key=self.key), ConnectionOptions(digest=self.digest, dead_after_s=3.0)
-        )
+        options = ConnectionOptions(digest=self.digest, dead_after_s=3.0, port=self.port)
+        transport = make_transport("tcp", Security(key=self.key), options)
         transport.register(ProbedMemory(memory, raw.device))
-        address = transport.listen("127.0.0.1", 0) if self.sends else None
+        address = transport.listen("127.0.0.1", self.listen) if self.sends else None
         links = HandoffSessions(
             hello, (pages,), transport, OffloadingConnectorStats(), PathPreference()
         )

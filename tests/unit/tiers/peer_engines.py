@@ -21,6 +21,7 @@ from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.transport import ConnectionOptions, Security, make_transport
+from kvconnect.transport.tcp.shared_port import SharedPort
 
 xxhash = pytest.importorskip("xxhash")
 
@@ -58,6 +59,7 @@ class Engine:
         name: bytes = FORMAT,
         transport: str = "tcp",
         key: bytes = b"k" * 16,
+        port: SharedPort | None = None,
         **settings: object,
     ) -> None:
         nbytes = sum(unit.nbytes for unit in chain(*layouts[0]))
@@ -67,7 +69,7 @@ class Engine:
         blocks = SharedBlocks(self.host, layouts, name, layout)
         here = {"listen": "127.0.0.1:0", "same_machine": "network"}
         options = {"ask": list(ask), "ask_s": 10.0, **here, **settings}
-        connection = ConnectionOptions(dead_after_s=WAIT_S, local=True)
+        connection = ConnectionOptions(dead_after_s=WAIT_S, local=True, service="share", port=port)
         self.agent = PeerAgent(
             check_struct(PeerSettings, options),
             make_transport(transport, Security(key), connection),

@@ -407,7 +407,8 @@ def test_a_stranger_s_messages_end_its_connection_only() -> None:
 def ended_with(source: Engine, messages: Sequence[bytes]) -> str:
     """Send messages as a peer would. Return why the connection ended; "" if a question was
     answered."""
-    stranger = make_transport("tcp", Security(b"k" * 16), ConnectionOptions(dead_after_s=WAIT_S))
+    options = ConnectionOptions(dead_after_s=WAIT_S, service="share")
+    stranger = make_transport("tcp", Security(b"k" * 16), options)
     assert source.agent.address is not None
     try:
         peer = stranger.connect(*source.agent.address)
