@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvconnect.doctor import exchange
 from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.protocol import (
     cache_messages,
@@ -93,6 +94,15 @@ CACHE_MESSAGES: list[cache_messages.CacheMessage] = [
     cache_messages.Sent(2, bytes([1, 2])),
     reads.Cancel(2),
     hello.Reject("weights", "others"),
+]
+DOCTOR_MESSAGES: list[exchange.DoctorMessage] = [
+    exchange.DoctorHello(area_bytes=4096, device="cpu"),
+    exchange.TransferRequest(1, 4096, [0, 5]),
+    exchange.CpuRequest(),
+    exchange.CpuSeconds(1.5),
+    exchange.SocketTestRequest(2, 1 << 20),
+    exchange.SocketTestPort(7000, bytes(16)),
+    hello.Reject("other", "busy"),
 ]
 OFFER = nixl_messages.NixlOffer(backend="UCX", version="1.5.1", agent="a", metadata=b"opaque")
 UNIT = nixl_messages.UnitLocation(
@@ -215,6 +225,11 @@ def fuzz_cache_message(rng: random.Random) -> None:
     assert cache_messages.decode(cache_messages.encode(message)) == message
 
 
+def fuzz_doctor_message(rng: random.Random) -> None:
+    message = exchange.decode(mutant(rng, exchange.encode(rng.choice(DOCTOR_MESSAGES))))
+    assert exchange.decode(exchange.encode(message)) == message
+
+
 def fuzz_nixl_message(rng: random.Random) -> None:
     message = nixl_messages.decode(mutant(rng, nixl_messages.encode(rng.choice(NIXL_MESSAGES))))
     assert nixl_messages.decode(nixl_messages.encode(message)) == message
@@ -313,6 +328,7 @@ TARGETS: tuple[Callable[[random.Random], None], ...] = (
     fuzz_messages_in_pieces,
     fuzz_message,
     fuzz_cache_message,
+    fuzz_doctor_message,
     fuzz_nixl_message,
     fuzz_offer,
     fuzz_session,

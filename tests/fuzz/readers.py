@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from kvconnect.doctor import exchange
 from kvconnect.errors import KVConnectError, Misuse, Refused
 from kvconnect.protocol import cache_messages, codec, messages, nixl_messages, tickets
 from kvconnect.protocol.cache_hints import LONGEST_S, read_hints
@@ -71,6 +72,12 @@ def cache_message(data: bytes) -> None:
 def message(data: bytes) -> None:
     decoded = messages.decode(data)
     assert messages.decode(messages.encode(decoded)) == decoded
+
+
+@expecting(KVConnectError)
+def doctor_message(data: bytes) -> None:
+    decoded = exchange.decode(data)
+    assert exchange.decode(exchange.encode(decoded)) == decoded
 
 
 @expecting(KVConnectError)
@@ -232,7 +239,8 @@ CONTROL: dict[str, Reader] = {"planted": planted}
 TARGETS: dict[str, Reader] = {
     each.__name__: each
     for each in (
-        *(message_pieces, message, cache_message, nixl_message, ticket, disk_index, disk_heads),
+        *(message_pieces, message, cache_message, doctor_message, nixl_message, ticket),
+        *(disk_index, disk_heads),
         *(events, loads, answer, members, hints, cache_body),
     )
 }

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, get_args
 
 import pytest
 
+from kvconnect.doctor import exchange
+from kvconnect.errors import KVConnectError
+from kvconnect.protocol import cache_messages, messages, nixl_messages
 from tests.fuzz.guided import CORPUS, FOUND, ROOT, in_process
 from tests.fuzz.readers import CONTROL, TARGETS
 
@@ -17,6 +23,27 @@ def test_kept_inputs_raise_nothing(name: str) -> None:
     assert kept
     for path in kept:
         TARGETS[name](path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "decode", "kinds"),
+    [
+        ("message", messages.decode, messages.Message),
+        ("cache_message", cache_messages.decode, cache_messages.CacheMessage),
+        ("doctor_message", exchange.decode, exchange.DoctorMessage),
+        ("nixl_message", nixl_messages.decode, nixl_messages.NixlMessage),
+    ],
+    ids=["message", "cache_message", "doctor_message", "nixl_message"],
+)
+def test_what_is_kept_has_messages_of_each_kind(
+    name: str, decode: Callable[[bytes], object], kinds: Any
+) -> None:
+    """Else inputs begin with those of a former version of the protocol, and go no further."""
+    found = set()
+    for path in (CORPUS / name).iterdir():
+        with suppress(KVConnectError):
+            found.add(type(decode(path.read_bytes())))
+    assert found == set(get_args(kinds))
 
 
 @pytest.mark.parametrize("name", TARGETS)

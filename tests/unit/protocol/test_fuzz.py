@@ -21,6 +21,7 @@ def test_only_errors_of_the_library_come_out() -> None:
         "fuzz_messages_in_pieces",
         "fuzz_message",
         "fuzz_cache_message",
+        "fuzz_doctor_message",
         "fuzz_hints",
         "fuzz_cache_body",
         "fuzz_session",
