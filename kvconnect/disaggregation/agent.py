@@ -30,9 +30,9 @@ from kvconnect.disaggregation.sessions import (
     HandoffSessions,
     PathPreference,
 )
-from kvconnect.errors import ConfigError, ProtocolError, TransferFailed, contained
+from kvconnect.errors import ProtocolError, TransferFailed, contained
 from kvconnect.offload.streams import make_streams
-from kvconnect.peers.connections import connection_options
+from kvconnect.peers.connections import open_transport, page_path
 from kvconnect.peers.loop import PeerLoop
 from kvconnect.protocol import messages
 from kvconnect.protocol.hello import Reject
@@ -41,9 +41,7 @@ from kvconnect.protocol.messages import HandoffHello, Message, Probe
 from kvconnect.protocol.reads import PROBE_READ_ID
 from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
-    ConnectionOptions,
     Drained,
     Event,
     Fence,
@@ -54,10 +52,7 @@ from kvconnect.transport.base import (
     PeerDown,
     PeerId,
     PeerUp,
-    Security,
-    Transport,
 )
-from kvconnect.transport.security import security_of
 from kvconnect.transport.tcp.shared_port import SharedPort
 from kvconnect.types import TransferId
 
@@ -306,36 +301,16 @@ def start_agent(
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
     """
-    security = security_of(config)
-    options = connection_options(config, "handoff", port)
+    path = page_path(config, measures=True)
     memory = ProbedMemory(cache.memory, cache.device)
-    # NIXL does not encrypt: with TLS, NIXL is used only if the setting names it.
-    name = "tcp" if config.transport == "auto" and config.tls_dir else config.transport
-    transport = _make_transport(name, security, options, memory)
+    transport = open_transport(config, "handoff", port, path, memory)
     found = None
     if address:
         found = transport.listen(*address)
         logger.info("handing out KV blocks at %s:%d", *found)
-    preference = PathPreference(name, config.min_rate)
+    preference = PathPreference(path, config.min_rate)
     sessions = HandoffSessions(
         cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference
     )
     sessions.speaks_for_engine, sessions.traced = sessions.speaks_for_engine or alone, traced
     return HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found)
-
-
-def _make_transport(
-    name: str, security: Security, options: ConnectionOptions, memory: Memory
-) -> Transport:
-    """Return a transport for ``memory`` over the path ``name``; ``auto``: over every path that
-    works here."""
-    transport = make_transport("tcp" if name == "tcp" else "nixl", security, options)
-    try:
-        transport.register(memory)
-    except ConfigError as error:
-        transport.close()
-        if name != "auto":
-            raise
-        logger.info("pages go over tcp only: %s", error)
-        return _make_transport("tcp", security, options, memory)
-    return transport

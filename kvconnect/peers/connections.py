@@ -1,19 +1,41 @@
-"""How a worker connects to workers of other engines, by the settings of its engine."""
+"""How a worker connects to workers of other engines, by the settings of its engine: which path its
+pages take, and the transport of a service."""
 
 from __future__ import annotations
 
+import logging
+
+from kvconnect.errors import ConfigError
 from kvconnect.protocol.auth import Service
 from kvconnect.settings import Settings
-from kvconnect.transport.base import ConnectionOptions
+from kvconnect.transport import make_transport
+from kvconnect.transport.base import ConnectionOptions, Memory, Transport
+from kvconnect.transport.security import security_of
 from kvconnect.transport.tcp.shared_port import SharedPort
 
+logger = logging.getLogger(__name__)
 
-def connection_options(
-    config: Settings, service: Service, port: SharedPort | None
-) -> ConnectionOptions:
-    """Return the options of the transport for a service. ``port``: where the process listens for
-    its other services too; None if it has no other."""
-    return ConnectionOptions(
+
+def page_path(config: Settings, *, measures: bool) -> str:
+    """Return which path pages take: its name, or ``auto`` for the fastest that both sides have.
+    ``measures``: the service finds out which one that is."""
+    if config.transport != "auto":
+        return config.transport
+    # NIXL does not encrypt: with TLS, it is used only if the setting names it.
+    return "auto" if measures and not config.tls_dir else "tcp"
+
+
+def open_transport(
+    config: Settings, service: Service, port: SharedPort | None, path: str, memory: Memory
+) -> Transport:
+    """Return the transport of a service for ``memory``, over a path as of :func:`page_path`;
+    ``auto``: over every path that works here. ``port``: where the process listens for its other
+    services too; None if it has no other.
+
+    Raises:
+        ConfigError: a key, certificate or transport that cannot be used.
+    """
+    options = ConnectionOptions(
         connections=config.connections,
         max_peers=config.max_peers,
         backend=config.nixl_backend,
@@ -23,3 +45,14 @@ def connection_options(
         service=service,
         port=port,
     )
+    name = "tcp" if path == "tcp" else "nixl"
+    transport = make_transport(name, security_of(config), options)
+    try:
+        transport.register(memory)
+    except ConfigError as error:
+        transport.close()
+        if path != "auto":
+            raise
+        logger.info("pages go over tcp only: %s", error)
+        return open_transport(config, service, port, "tcp", memory)
+    return transport

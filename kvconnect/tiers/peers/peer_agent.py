@@ -18,7 +18,7 @@ from kvconnect.bounded import remember
 from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.host_arena import HostArena
-from kvconnect.peers.connections import connection_options
+from kvconnect.peers.connections import open_transport, page_path
 from kvconnect.peers.loop import PeerLoop
 from kvconnect.peers.sessions import Session, Sessions
 from kvconnect.protocol.addresses import Addresses
@@ -49,7 +49,6 @@ from kvconnect.tiers.peers.same_machine import MemoryAccess, SourceMemory, is_th
 from kvconnect.tiers.peers.served import ServedBlocks
 from kvconnect.tiers.peers.serving import SendLimit, Serving
 from kvconnect.tiers.peers.sources import CacheSources
-from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
     Drained,
     Ends,
@@ -61,7 +60,6 @@ from kvconnect.transport.base import (
     PeerUp,
     Transport,
 )
-from kvconnect.transport.security import security_of
 from kvconnect.transport.tcp.shared_port import SharedPort
 
 logger = logging.getLogger(__name__)
@@ -103,7 +101,8 @@ class Reader(NamedTuple):
 
 
 class PeerAgent:
-    """Owns the transport, and a thread that answers others and takes their answers.
+    """Owns the transport, whose memory is the host tier, and a thread that answers others and takes
+    their answers.
 
     ``read_s``: seconds after which a read has failed. ``number`` is added to the port to listen at.
     ``nixl``: read over NIXL where a peer has it.
@@ -155,7 +154,6 @@ class PeerAgent:
         self._sessions = Sessions[SharingSession](transport, encode)
         self._refusals: dict[tuple[str, int], str] = {}  # the last of each worker that refused
         self._meets_again = threading.Event()  # with another hello
-        transport.register(ArenaMemory(host))
         self.address = _listen(transport, options.listen, number)
         kind = threads.ThreadKind.PEERS
         self._loop = PeerLoop(kind, transport, self._take, self._tick, again=True)
@@ -350,12 +348,11 @@ def start_agent(
         text = "cache_peers.listen opens a second port, and goes with the next version: %s"
         logger.warning(text, "remove it, set serve in cache_peers, and set listen to IP:PORT")
         port = None
-    nixl = config.transport == "nixl"
-    connection = connection_options(config, "share", port)
-    transport = make_transport("nixl" if nixl else "tcp", security_of(config), connection)
+    path = page_path(config, measures=False)
+    transport = open_transport(config, "share", port, path, ArenaMemory(blocks.host))
     with ExitStack() as undo:
         undo.callback(transport.close)
-        agent = PeerAgent(options, transport, blocks, config.wait_s, number, nixl)
+        agent = PeerAgent(options, transport, blocks, config.wait_s, number, path == "nixl")
         undo.pop_all()
     return agent
 

@@ -18,6 +18,7 @@ from kvconnect.settings import check_struct
 from kvconnect.settings.sharing import PeerSettings
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
+from kvconnect.tiers.peers.arena_memory import ArenaMemory
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
 from kvconnect.tiers.peers.peer_store import PeerStore
 from kvconnect.transport import ConnectionOptions, Security, make_transport
@@ -70,9 +71,11 @@ class Engine:
         here = {"listen": "127.0.0.1:0", "same_machine": "network"}
         options = {"ask": list(ask), "ask_s": 10.0, **here, **settings}
         connection = ConnectionOptions(dead_after_s=WAIT_S, local=True, service="share", port=port)
+        made = make_transport(transport, Security(key), connection)
+        made.register(ArenaMemory(self.host))
         self.agent = PeerAgent(
             check_struct(PeerSettings, options),
-            make_transport(transport, Security(key), connection),
+            made,
             blocks,
             WAIT_S,
             nixl=transport == "nixl",
