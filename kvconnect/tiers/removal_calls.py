@@ -6,7 +6,8 @@ import threading
 
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.messages import ABSENT, NOT_REMOVED, REMOVED
-from kvconnect.tiers.tiered_store import BlockBatch, StoreCall, TieredStore
+from kvconnect.tiers.store_threads import StoreCall
+from kvconnect.tiers.tiered_store import BlockBatch, TieredStore
 from kvconnect.types import Tier
 
 _MEANING = {BlockOutcome.OK: REMOVED, BlockOutcome.ABSENT: ABSENT}

@@ -1,7 +1,7 @@
-"""Blocks between host slots and the stores below them, each store on threads of its own.
+"""Blocks between host slots and the tiers below them.
 
-A store blocks the threads that call it. Every tier has its own threads, some for reads and some for
-write-backs, so a tier that hangs delays no other tier, and write-backs never delay reads.
+Every tier has its own threads (``store_threads.py``), some for reads and some for write-backs, so a
+tier that hangs delays no other tier, and write-backs never delay reads.
 """
 
 from __future__ import annotations
@@ -10,21 +10,16 @@ import contextlib
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from kvconnect.circuit_breaker import CircuitBreaker
-from kvconnect.errors import Corrupt, contained
+from kvconnect.errors import Corrupt
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.addresses import Addresses
 from kvconnect.stats import OffloadingConnectorStats
-from kvconnect.threads import ThreadKind, failed, make
-from kvconnect.tiers.backends import BlockOutcome, Store, Usage
+from kvconnect.tiers.backends import BlockOutcome, BlockSource, Store, Usage
 from kvconnect.tiers.messages import SECONDARY_TIERS
-from kvconnect.tiers.peers.peer_store import exists_in
+from kvconnect.tiers.store_threads import StoreCall, StoreThreads
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
@@ -34,154 +29,10 @@ READERS, WRITERS = 4, 2
 BATCH_BYTES = 8 << 20
 """Bytes of one call to a store: large enough for full bandwidth, small beside a job."""
 _LEAST_LATE_S = 1.0  # no call is late before, however little requests wait
-_MAX_QUEUED = 4096
 
 Done = Callable[[bytes], None]
 """Is given one byte per block: the index in :data:`SECONDARY_TIERS` of the tier that has the block,
 0 for none. Called once, on any thread, when no store uses the slots any more."""
-
-
-class StoreCall(ABC):
-    """One call to a store about ``blocks`` blocks."""
-
-    blocks: int
-
-    @abstractmethod
-    def expired(self, now: float) -> bool:
-        """Return whether nobody waits for the call any more. It is not started then."""
-
-    @abstractmethod
-    def run(self) -> None:
-        """Make the call, which may block."""
-
-    @abstractmethod
-    def ended(self) -> None:
-        """Continue after the call returned, raised, or was dropped before it started."""
-
-
-class StoreThreads:
-    """Up to ``threads`` daemon threads that make the calls to one store, in order.
-
-    A call is late after ``late_s`` seconds. While one is late, no other call is started or
-    accepted: a store that hangs delays each caller once. After the last late call has ended, the
-    store is tried again with back-off. Thread-safe.
-    """
-
-    def __init__(self, name: str, threads: int, late_s: float, clock: Callable[[], float]) -> None:
-        self._name = name
-        self._late_s = late_s
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._queue: deque[StoreCall] = deque()
-        self._running: dict[StoreCall, float] = {}  # when each call started
-        self._late: set[StoreCall] = set()
-        self._late_blocks = 0  # not yet taken by take_late_blocks
-        self._breaker = CircuitBreaker(1, trial_factor=2)
-        self._to_start = threads
-        self._idle = 0
-        self._closed = False
-
-    def submit(self, call: StoreCall) -> bool:
-        """Queue a call without blocking. False: refused, and ``ended`` will not be called."""
-        now = self._clock()
-        with self._changed:
-            self._mark_late(now)
-            full = len(self._queue) >= _MAX_QUEUED
-            if self._closed or self._late or full or not self._breaker.enter(now):
-                return False
-            self._queue.append(call)
-            if self._idle >= len(self._queue) or not self._to_start:
-                self._changed.notify()
-                return True
-            self._to_start -= 1
-        make(ThreadKind.TIER, f"kvconnect-{self._name}", self._work).start()
-        return True
-
-    def drop_expired(self) -> None:
-        """End the queued calls that expired; end all queued calls if a call is late."""
-        if not self._running and not self._queue:
-            return
-        now = self._clock()
-        with self._changed:
-            self._mark_late(now)
-            dropped = [call for call in self._queue if self._late or call.expired(now)]
-            for call in dropped:
-                self._queue.remove(call)
-        for call in dropped:
-            call.ended()
-
-    def available(self) -> bool:
-        """Return whether no call is late, and one has ended in time since the last late one."""
-        with self._changed:
-            self._mark_late(self._clock())
-            return not self._late and self._breaker.closed
-
-    def take_late_blocks(self) -> int:
-        """Return the number of blocks in calls that became late since the last call."""
-        with self._changed:
-            taken, self._late_blocks = self._late_blocks, 0
-            return taken
-
-    def close(self) -> None:
-        """Accept no more calls and drop the queued ones without ending them. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._queue.clear()
-            self._changed.notify_all()
-
-    def join(self) -> bool:
-        """After ``close``, wait for running calls that are not late; return whether all ended."""
-        with self._changed:
-            while self._running:
-                self._mark_late(self._clock())
-                if self._late.issuperset(self._running):
-                    return False
-                self._changed.wait(min(self._late_s / 10, 1.0))
-            return True
-
-    def _mark_late(self, now: float) -> None:
-        """Find calls that became late. The caller holds the lock."""
-        for call, started in self._running.items():
-            if now - started >= self._late_s and call not in self._late:
-                if not self._late:
-                    text = "%s: a call takes more than %g s; the tier is not used until it ends"
-                    logger.warning(text, self._name, self._late_s)
-                self._late.add(call)
-                self._late_blocks += call.blocks
-
-    def _work(self) -> None:
-        while (call := self._next()) is not None:
-            with self._changed:
-                now = self._clock()
-                due = not self._late and not self._closed and not call.expired(now)
-                if due:
-                    self._running[call] = now
-            if due:
-                with contained(partial(failed, ThreadKind.TIER, self._name)):
-                    call.run()
-                self._finish(call)
-            call.ended()
-
-    def _next(self) -> StoreCall | None:
-        with self._changed:
-            self._idle += 1
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            self._idle -= 1
-            return self._queue.popleft() if self._queue else None
-
-    def _finish(self, call: StoreCall) -> None:
-        now = self._clock()
-        with self._changed:
-            self._mark_late(now)
-            del self._running[call]
-            if call not in self._late:
-                self._breaker.succeeded()
-            else:
-                self._late.discard(call)
-                if not self._late:
-                    self._breaker.failed(now)
-                    logger.warning("%s: late calls have ended; the tier is tried again", self._name)
-            self._changed.notify_all()
 
 
 @dataclass(eq=False)
@@ -202,8 +53,9 @@ class BlockBatch:
 
 
 class TieredStore:
-    """Stores, the fastest first, which are closed with this object. Nothing is written to peers. A
-    store that raises or is not available has nothing. A call is late after ``wait_s``.
+    """Stores and other engines, which are closed with this object. Reads ask the fastest first,
+    writes go to all stores. A source that raises or is not available has nothing. A call is late
+    after ``wait_s``.
 
     :meth:`lookup`, :meth:`prefetch` and :meth:`write_back` return at once; until ``done`` is
     called, nobody else may use the slots. ``reports_usage``: whether :meth:`take_stats` has the
@@ -217,20 +69,22 @@ class TieredStore:
         wait_s: float,
         reports_usage: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        peers: BlockSource | None = None,
     ) -> None:
-        self.stores = dict(stores)
+        self.stores = stores
+        every = {**stores, **({} if peers is None else {Tier.PEER: peers})}
+        self.sources = {tier: every[tier] for tier in SECONDARY_TIERS if tier in every}
         self.host = host
         self.clock = clock
         self._reports_usage = reports_usage
         self._reported: dict[Tier, Usage] = {}
         late_s = max(wait_s, _LEAST_LATE_S)
-        self.readers = {t: StoreThreads(f"read-{t.value}", READERS, late_s, clock) for t in stores}
-        kept: list[Tier] = [tier for tier in stores if tier is not Tier.PEER]
-        self.writers = {t: StoreThreads(f"write-{t.value}", WRITERS, late_s, clock) for t in kept}
+        self.readers = {t: StoreThreads(f"read-{t.value}", READERS, late_s, clock) for t in every}
+        self.writers = {t: StoreThreads(f"write-{t.value}", WRITERS, late_s, clock) for t in stores}
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<TieredStore {self.stores}>"
+        return f"<TieredStore {self.sources}>"
 
     def lookup(self, batch: BlockBatch) -> None:
         """Find which tier has each block; a block of another size is absent."""
@@ -250,16 +104,16 @@ class TieredStore:
             threads.drop_expired()
 
     def take_stats(self) -> OffloadingConnectorStats | None:
-        """Return what the stores recorded since the last call, and changes of their usage. One
+        """Return what the tiers recorded since the last call, and changes of their usage. One
         thread at a time may call this."""
         taken = OffloadingConnectorStats()
-        for tier, store in self.stores.items():
-            recorded = store.take_stats()
+        for tier, source in self.sources.items():
+            recorded = source.take_stats()
             if recorded is not None:
                 taken.aggregate(recorded)
             if late := sum(threads.take_late_blocks() for threads in self._threads(tier)):
                 taken.count("store_failed_blocks", late, label=BlockOutcome.LATE)
-            usage = store.usage()
+            usage = source.usage()
             usage = usage._replace(available=usage.available and self.readers[tier].available())
             if self._reports_usage and usage != self._reported.get(tier):
                 self._reported[tier] = usage
@@ -269,7 +123,7 @@ class TieredStore:
         return taken.take()
 
     def close(self) -> None:
-        """Drop queued calls, wait for running calls that are not late, and close the stores that
+        """Drop queued calls, wait for running calls that are not late, and close the sources that
         have no running call. Idempotent."""
         if self._closed:
             return
@@ -277,9 +131,9 @@ class TieredStore:
         for threads in (*self.readers.values(), *self.writers.values()):
             threads.close()
         with contextlib.ExitStack() as closing:  # closes the others if one raises
-            for tier, store in self.stores.items():
+            for tier, source in self.sources.items():
                 if all(list(map(StoreThreads.join, self._threads(tier)))):
-                    closing.callback(store.close)
+                    closing.callback(source.close)
                 else:  # its resources stay in use until this process ends
                     logger.warning("tier %s: a call does not end; not closed", tier.value)
 
@@ -295,7 +149,7 @@ class _Read(StoreCall):
         self._tiers = tiers
         self._batch = batch
         self._load = load
-        self._remaining = list(tiers.stores)
+        self._remaining = list(tiers.sources)
         self._tier: Tier | None = None
 
     def expired(self, now: float) -> bool:
@@ -303,15 +157,15 @@ class _Read(StoreCall):
 
     def run(self) -> None:
         assert self._tier is not None
-        batch, host, store = self._batch, self._tiers.host, self._tiers.stores[self._tier]
+        batch, host, source = self._batch, self._tiers.host, self._tiers.sources[self._tier]
         missing = [n for n, tier in enumerate(batch.found) if not tier]
         keys = [batch.keys[n] for n in missing]
         if self._load:
             views = [host.view(batch.slots[n], batch.sizes[n]) for n in missing]
-            outcomes = zip(missing, store.get(keys, views), strict=True)
+            outcomes = zip(missing, source.get(keys, views), strict=True)
             found = [n for n, outcome in outcomes if outcome is BlockOutcome.OK]
         else:
-            lengths = zip(missing, exists_in(store, keys, batch.source), strict=True)
+            lengths = zip(missing, source.exists_at(keys, batch.source), strict=True)
             found = [n for n, length in lengths if length == batch.sizes[n]]
         for n in found:
             if self._load:

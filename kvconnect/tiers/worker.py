@@ -29,7 +29,7 @@ from kvconnect.tiers.messages import (
     TierInstructions,
     WriteBackBlocks,
 )
-from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.peer_source import PeerSource
 from kvconnect.tiers.removal_calls import remove_blocks
 from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.types import Tier
@@ -50,11 +50,11 @@ class _RunningJob:
 class TierWorker:
     """Owned by the worker's main thread.
 
-    ``stores`` are asked in order, the fastest first, and closed with this object. A store that
-    raises has nothing. A lookup is answered after ``wait_s`` seconds, the time that a request
-    waits for it; a tier that takes longer is not used until its call ends. ``reports_usage``: see
-    :class:`TieredStore`. ``news`` is set when :meth:`poll` has an answer. The owner clears
-    it before it polls, and may put another event in its place.
+    ``stores`` and ``peers`` are closed with this object. One that raises has nothing. A lookup is
+    answered after ``wait_s`` seconds, the time that a request waits for it; a tier that takes
+    longer is not used until its call ends. ``reports_usage``: see :class:`TieredStore`. ``news`` is
+    set when :meth:`poll` has an answer. The owner clears it before it polls, and may put another
+    event in its place.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class TierWorker:
         reports_usage: bool = True,
         wait_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        peers: PeerSource | None = None,
     ) -> None:
         self.news = threading.Event()
-        peers = stores.get(Tier.PEER)
-        self._peers = peers if isinstance(peers, PeerStore) else None
-        self._served = self._peers.served if self._peers else None
-        self._tiers = TieredStore(stores, host, wait_s, reports_usage, clock)
+        self._peers = peers
+        self._served = peers.served if peers else None
+        self._tiers = TieredStore(stores, host, wait_s, reports_usage, clock, peers)
         self._geometry = geometry
         largest = max(group.block_bytes for group in geometry.groups)
         self._batch_blocks = max(1, BATCH_BYTES // largest)

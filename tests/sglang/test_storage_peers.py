@@ -16,7 +16,7 @@ from kvconnect.engines.sglang.storage import KVConnectStorage
 from kvconnect.engines.sglang.storage_tiers import GROUP
 from kvconnect.errors import ConfigError
 from kvconnect.tiers import SHARED
-from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.peer_source import PeerSource
 from kvconnect.types import Tier
 from tests.servers import free_port
 from tests.sglang.linker_bench import PAGE, names
@@ -58,24 +58,22 @@ def indices(pages: int) -> torch.Tensor:
     return torch.arange(pages * PAGE)
 
 
-def peer_store(storage: KVConnectStorage) -> PeerStore:
-    tiers = storage.pages.store.tiers
-    assert tiers is not None
-    store = tiers._tiers.stores[Tier.PEER]
-    assert isinstance(store, PeerStore)
-    return store
+def peers_of(storage: KVConnectStorage) -> PeerSource:
+    peers = storage.pages.store._pages.peers
+    assert peers is not None
+    return peers
 
 
 def connected(storage: KVConnectStorage) -> None:
     deadline = time.monotonic() + WAIT_S
-    while not peer_store(storage).usage().available:
+    while not peers_of(storage).usage().available:
         assert time.monotonic() < deadline, "no peer answered"
         time.sleep(0.01)
 
 
 def offered(storage: KVConnectStorage, key: str) -> bool:
     name = block_key(SHARED, GROUP, name_of(storage, key))
-    return peer_store(storage).served.find(name) is not None
+    return peers_of(storage).served.find(name) is not None
 
 
 def test_pages_come_from_another_server(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
@@ -102,14 +100,14 @@ def test_pages_of_other_weights_do_not_come(monkeypatch: pytest.MonkeyPatch, mak
     assert reader.pages.where(PoolName.KV, KEYS)[0] is Tier.PEER  # the control
     source.clear()
     reader.clear()
-    assert not peer_store(source).served.find(block_key(SHARED, GROUP, name_of(source, KEYS[0])))
-    assert len(peer_store(source).served) == 0
+    assert not peers_of(source).served.find(block_key(SHARED, GROUP, name_of(source, KEYS[0])))
+    assert len(peers_of(source).served) == 0
 
 
 def offered_when_sealed(monkeypatch: pytest.MonkeyPatch, storage: KVConnectStorage) -> list[bool]:
     """Return a list that gets, for each page written from now on, whether its slot is offered
     before the page is complete."""
-    served, during = peer_store(storage).served, []
+    served, during = peers_of(storage).served, []
     own = storage.pages.store.memory.seal
 
     def seal(slot: int, nbytes: int) -> None:

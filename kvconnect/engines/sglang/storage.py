@@ -250,12 +250,14 @@ class KVConnectStorage(_Copying):
         with ExitStack() as undo:
             arena = HostArena(slots, slot_bytes, self._config.digest)
             undo.callback(arena.close)
-            tiers = make_stores(self._config, self._ranks, records, arena, self.registered_pools)
-            for tier in tiers.values():
-                undo.callback(tier.close)
-            if tiers:
+            stores, peers = make_stores(
+                self._config, self._ranks, records, arena, self.registered_pools
+            )
+            for source in (*stores.values(), *([peers] if peers else [])):
+                undo.callback(source.close)
+            if self._config.has_tiers:
                 weights.follow()
-            store = PageStore(arena, self._config, tiers)
+            store = PageStore(arena, self._config, stores, peers)
             undo.pop_all()
         return store
 

@@ -33,7 +33,7 @@ from kvconnect.settings.sharing import PeerSettings
 from kvconnect.settings.stores import RemoteSettings
 from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
 from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
-from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.peer_source import PeerSource
 from kvconnect.transport.security import record_keys
 from kvconnect.types import Tier
 
@@ -50,16 +50,16 @@ def make_stores(
     records: Records | None,
     memory: HostArena,
     pools: Mapping[PoolName, Any],
-) -> dict[Tier, Store]:
-    """Return this rank's lower tiers, the fastest first. ``records``: the shared tiers' pages as
-    any engine can read them, None if only servers like this one can. ``memory``: the slots for
-    the pages of ``pools``.
+) -> tuple[dict[Tier, Store], PeerSource | None]:
+    """Return this rank's lower tiers, and other engines to read from. ``records``: the shared
+    tiers' pages as any engine can read them, None if only servers like this one can. ``memory``:
+    the slots for the pages of ``pools``.
 
     Raises:
         ConfigError: a tier cannot be used as it is set.
     """
     if not config.has_tiers:
-        return {}
+        return {}, None
     if config.spill != "all":
         fix = 'use "all": HiCache says what is stored, with --hicache-write-policy'
         raise ConfigError("spill", config.spill, fix)
@@ -69,21 +69,20 @@ def make_stores(
         fields["share"] = f"{ranks.tp_rank} of {ranks.tp_size}"
     name = fingerprint(fields)
 
-    def peers(sharing: PeerSettings) -> Store:
+    def peers(sharing: PeerSettings) -> PeerSource:
         blocks = _shared_blocks(sharing, fields, records, memory, pools)
         agent = start_agent(config, blocks, rank_number(), PORT)
         weights.listen(lambda: agent.set_identity(weights.identity()))
-        return PeerStore(agent, blocks)
+        return PeerSource(agent, blocks)
 
     makers: dict[Tier, Callable[[], Store]] = {}
     if config.disk is not None:
         makers[Tier.DISK] = partial(make_disk, config.disk, _owner(), fields, name)
-    if config.cache_peers is not None:
-        makers[Tier.PEER] = partial(peers, config.cache_peers)
     if config.remote is not None:
         keys = record_keys(config)
         makers[Tier.REMOTE] = partial(_make_remote, config.remote, keys, name, records)
-    return make_tiers(makers)
+    sharing = config.cache_peers
+    return make_tiers(makers, None if sharing is None else partial(peers, sharing))
 
 
 def _shared_blocks(

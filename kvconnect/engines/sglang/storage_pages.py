@@ -17,7 +17,7 @@ from kvconnect.offload.planner import count_lookup, hits_by_tier
 from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends import Store
-from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.peer_source import PeerSource
 from kvconnect.types import FailureCause, Tier
 
 
@@ -25,8 +25,9 @@ class PageStore:
     """Pages in the slots of ``memory``. A full store evicts pages; damaged pages are dropped.
 
     Pages are written back to the lower tiers ``stores`` in the background, and a read loads them
-    into slots. Peers, if they are among the stores, may read pages. The memory and the stores are
-    closed with this object. A key has 1 to 64 bytes: a digest of all that a page's bytes depend on.
+    from these and from ``peers`` into slots. Peers may read pages. The memory, the stores and the
+    peers are closed with this object. A key has 1 to 64 bytes: a digest of all that a page's bytes
+    depend on.
 
     Thread-safe. A lock protects the index; bytes are copied without it, into reserved slots and out
     of pinned ones.
@@ -37,14 +38,15 @@ class PageStore:
         memory: HostArena,
         config: Settings,
         stores: Mapping[Tier, Store] | None = None,
+        peers: PeerSource | None = None,
     ) -> None:
         slots = memory.num_slots
         self.index = HostIndex(slots, 1, make_policy(config.policy, slots))
         self.memory = memory
-        peers = stores.get(Tier.PEER) if stores else None
-        self._pages = PageCache(self.index, memory, peers if isinstance(peers, PeerStore) else None)
+        self._pages = PageCache(self.index, memory, peers)
         limits = (config.wait_s, config.deadline_s)
-        self.tiers = PageTiers(stores, self._pages, limits) if stores else None
+        below = bool(stores or peers)
+        self.tiers = PageTiers(stores or {}, self._pages, limits) if below else None
         self._wait_s = config.wait_s
 
     @property

@@ -17,7 +17,7 @@ from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import Store
 from kvconnect.tiers.messages import SECONDARY_TIERS
-from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.peer_source import PeerSource
 from kvconnect.tiers.tiered_store import BATCH_BYTES, BlockBatch, TieredStore
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import FailureCause, Tier
@@ -35,29 +35,31 @@ class PageCache:
     ``peers``: other engines, which may read the pages; None if there are none.
     """
 
-    def __init__(self, index: HostIndex, memory: HostArena, peers: PeerStore | None = None) -> None:
+    def __init__(
+        self, index: HostIndex, memory: HostArena, peers: PeerSource | None = None
+    ) -> None:
         self.index = index
         self.memory = memory
         self.sizes = array("q", bytes(8 * memory.num_slots))  # of the page in each slot
         self.stats = OffloadingConnectorStats()
         self.lock = threading.Lock()
-        self._peers = peers
+        self.peers = peers
 
     def offer(self, key: bytes, slot: int) -> None:
         """Let other engines read a page that is complete, if its size is the one they read."""
         name = block_key(SHARED, GROUP, key)
-        if self._peers is not None and self._peers.block_bytes(name) == self.sizes[slot]:
-            self._peers.served.offer([(name, slot)])
+        if self.peers is not None and self.peers.block_bytes(name) == self.sizes[slot]:
+            self.peers.served.offer([(name, slot)])
 
     def withdraw(self, slot: int) -> None:
         """Let nobody read a slot: its bytes will be overwritten, or are not right."""
-        if self._peers is not None:
-            self._peers.served.withdraw([slot])
+        if self.peers is not None:
+            self.peers.served.withdraw([slot])
 
     def withdraw_all(self) -> None:
         """Let nobody read any page."""
-        if self._peers is not None:
-            self._peers.served.clear()
+        if self.peers is not None:
+            self.peers.served.clear()
 
 
 @dataclass(eq=False)
@@ -104,7 +106,7 @@ class PageTiers:
         limits: tuple[float, float] = (5.0, 30.0),
     ) -> None:
         wait_s, self._deadline_s = limits
-        self._tiers = TieredStore(stores, pages.memory, wait_s)
+        self._tiers = TieredStore(stores, pages.memory, wait_s, peers=pages.peers)
         self._pages = pages
         self.most = max(1, int(pages.memory.num_slots * _SHARE))
         self._batch = max(1, BATCH_BYTES // pages.memory.slot_bytes)  # pages

@@ -27,7 +27,7 @@ from kvconnect.settings import Settings
 from kvconnect.settings.stores import DiskSettings, RemoteSettings
 from kvconnect.tiers.backends import Store, make_disk, make_remote, make_tiers
 from kvconnect.tiers.peers.peer_agent import SharedBlocks, start_agent
-from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.peer_source import PeerSource
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.security import record_keys
 from kvconnect.transport.tcp.shared_port import SharedPort
@@ -69,23 +69,22 @@ def make_lower_tiers(
     parallel = vllm_config.parallel_config
     rank = parallel.rank
 
-    def peers() -> Store:
+    def peers() -> PeerSource:
         pages = shared_pages(config, translate.cache_groups(kv_cache_config))
         shared = _shared_form(cache, fields, pages)
         layout = fingerprint(_own_fields(cache, fields))
         blocks = SharedBlocks(store, shared.pages(geometry, pages), shared.fingerprint, layout)
         first = parallel.data_parallel_index * parallel.world_size
-        return PeerStore(start_agent(config, blocks, first + rank, port), blocks)
+        return PeerSource(start_agent(config, blocks, first + rank, port), blocks)
 
     makers: dict[Tier, Callable[[], Store]] = {}
     if config.disk is not None:
         makers[Tier.DISK] = partial(_make_disk, cache, fields, config.disk)
-    if config.cache_peers is not None:
-        makers[Tier.PEER] = peers
     if config.remote is not None:
         keys = record_keys(config)
         makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config.remote, keys)
-    return TierWorker(make_tiers(makers), store, geometry, rank == 0, config.wait_s)
+    stores, others = make_tiers(makers, peers if config.cache_peers is not None else None)
+    return TierWorker(stores, store, geometry, rank == 0, config.wait_s, peers=others)
 
 
 def stored_format(

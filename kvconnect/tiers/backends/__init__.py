@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import msgspec
 
@@ -23,7 +23,7 @@ from kvconnect.settings.stores import (
     RemoteSettings,
     ValkeySettings,
 )
-from kvconnect.tiers.backends.base import BlockOutcome, Store, Usage
+from kvconnect.tiers.backends.base import BlockOutcome, BlockSource, Store, Usage
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockOutcome",
+    "BlockSource",
     "Store",
     "Usage",
     "make_disk",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+Peers = TypeVar("Peers", bound=BlockSource)
 
 
 def make_store(
@@ -98,16 +100,22 @@ def make_disk(
     )
 
 
-def make_tiers(makers: Mapping[Tier, Callable[[], Store]]) -> dict[Tier, Store]:
-    """Return a worker's secondary tiers in the order of ``makers``, the fastest first. If one
-    cannot be made, those before it are closed, and the error is raised."""
+def make_tiers(
+    makers: Mapping[Tier, Callable[[], Store]], make_peers: Callable[[], Peers] | None
+) -> tuple[dict[Tier, Store], Peers | None]:
+    """Return the stores of a worker's secondary tiers, and its peers. If one cannot be made, those
+    before it are closed, and the error is raised."""
     stores: dict[Tier, Store] = {}
+    peers = None
     with ExitStack() as undo:
         for tier, make in makers.items():
             stores[tier] = undo.enter_context(closing(make()))
             logger.info("KVConnect tier %s: %r", tier.value, stores[tier])
+        if make_peers is not None:
+            peers = undo.enter_context(closing(make_peers()))
+            logger.info("KVConnect tier %s: %r", Tier.PEER.value, peers)
         undo.pop_all()
-    return stores
+    return stores, peers
 
 
 def _make_own(settings: RemoteSettings, fingerprint: bytes, keys: RecordKeys | None) -> Store:

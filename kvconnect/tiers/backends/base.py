@@ -1,4 +1,4 @@
-"""The contract of a store, which keeps blocks of a secondary tier, and shared helpers."""
+"""The contracts of what a secondary tier reads, and of a store, which keeps blocks; helpers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse
+from kvconnect.protocol.addresses import Addresses
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import TransferType
 
@@ -43,14 +44,13 @@ class Usage(NamedTuple):
     available: bool
 
 
-class Store(ABC):
-    """Keeps the bytes of blocks under keys, with their length and digest, until room is needed.
+class BlockSource(ABC):
+    """Has the bytes of blocks under keys, with their length and digest; who reads does not write.
 
-    A store is a cache: any block may disappear at any time. A block that ``get`` returns as OK is,
-    byte for byte, the one that was put last under its key. A store is made with the fingerprint of
-    one block format; blocks that were put under another fingerprint do not exist for it.
+    A source is a cache: any block may disappear at any time. A source is made with the fingerprint
+    of one block format; blocks of another fingerprint do not exist for it.
 
-    Contract:
+    Contract, also of what a store adds:
 
     - *Blocking*: a call blocks its thread for a bounded time. Calls come from I/O threads, whose
       number limits the calls in flight.
@@ -67,10 +67,6 @@ class Store(ABC):
     """
 
     @abstractmethod
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
-        """Store blocks and replace older ones. If a key occurs twice, its last block is stored."""
-
-    @abstractmethod
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         """Read blocks into buffers of exactly their length and verify their digests."""
 
@@ -78,9 +74,10 @@ class Store(ABC):
     def exists(self, keys: Sequence[bytes]) -> list[int]:
         """Return the length in bytes of each block, 0 if it is absent or cannot be read now."""
 
-    @abstractmethod
-    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
-        """Remove blocks permanently: a restart does not bring them back."""
+    def exists_at(self, keys: Sequence[bytes], engines: Addresses) -> list[int]:  # noqa: ARG002
+        """As :meth:`exists`. If ``engines`` are given and the source is engines, only these are
+        asked."""
+        return self.exists(keys)
 
     @abstractmethod
     def usage(self) -> Usage:
@@ -93,6 +90,19 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for running calls and free all resources. Later calls do nothing. Idempotent."""
+
+
+class Store(BlockSource):
+    """Keeps blocks until room is needed. A block that ``get`` returns as OK is, byte for byte, the
+    one that was put last under its key."""
+
+    @abstractmethod
+    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
+        """Store blocks and replace older ones. If a key occurs twice, its last block is stored."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
+        """Remove blocks permanently: a restart does not bring them back."""
 
 
 def check_keys(keys: Sequence[bytes]) -> None:

@@ -20,7 +20,7 @@ from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.peers.arena_memory import ArenaMemory
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
-from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.peer_source import PeerSource
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.tcp.shared_port import SharedPort
 
@@ -80,7 +80,7 @@ class Engine:
             WAIT_S,
             nixl=transport == "nixl",
         )
-        self.store = PeerStore(self.agent, blocks)
+        self.store = PeerSource(self.agent, blocks)
 
     @property
     def where(self) -> str:

@@ -48,7 +48,7 @@ from kvconnect.tiers.messages import TierInstructions
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers import peer_agent, same_machine, serving, sources
 from kvconnect.tiers.peers.peer_agent import PeerAgent, SharedBlocks
-from kvconnect.tiers.peers.peer_store import PeerStore
+from kvconnect.tiers.peers.peer_source import PeerSource
 from kvconnect.tiers.peers.same_machine import OwnMemory, SourceMemory
 from kvconnect.tiers.worker import TierWorker
 from kvconnect.transport.base import (
@@ -68,7 +68,6 @@ from kvconnect.transport.base import (
     Transport,
     Unit,
 )
-from kvconnect.types import Tier
 from tests.turns import Turns
 
 BLOCK = 4096
@@ -407,7 +406,7 @@ class Arena(HostArena):
         self.world.pause()
 
 
-class Store(PeerStore):
+class Store(PeerSource):
     """Notes which slots are being read into."""
 
     engine: Engine
@@ -482,8 +481,9 @@ class Engine:
         self.store.engine = self
         geometry = Geometry((GroupGeometry((ByteRun(0, BLOCK, BLOCK),), TOKENS),))
         clock = lambda: world.now  # noqa: E731
-        stores = {Tier.PEER: self.store}
-        self.worker = TierWorker(stores, self.host, geometry, wait_s=WAIT_S, clock=clock)
+        self.worker = TierWorker(
+            {}, self.host, geometry, wait_s=WAIT_S, clock=clock, peers=self.store
+        )
         self.index = HostIndex(SLOTS, 1, make_policy("lru", SLOTS))
         self.offers = Offers(self.index, serves=True)
         limits = TierLimits(1, DEADLINE_S, WAIT_S, SLOTS, reused=False)

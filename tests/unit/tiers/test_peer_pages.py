@@ -41,7 +41,7 @@ from kvconnect.transport.base import (
     PeerMessage,
     Unit,
 )
-from kvconnect.types import JobId, Tier
+from kvconnect.types import JobId
 from tests.unit.cache.sharded_caches import Layout, Model, Rank
 from tests.unit.tiers.peer_engines import SLOTS, WAIT_S, Engine, engines, until
 
@@ -81,7 +81,7 @@ class Paged(Engine):
         super().__init__(ask, [pages], b"pages of %d" % page, transport)
         nbytes = sum(unit.nbytes for unit in block)
         geometry = Geometry((GroupGeometry((ByteRun(0, nbytes, nbytes),), SLOTS),))
-        self.worker = TierWorker({Tier.PEER: self.store}, self.host, geometry, wait_s=WAIT_S)
+        self.worker = TierWorker({}, self.host, geometry, wait_s=WAIT_S, peers=self.store)
         self.request = self.named(PROMPT)
         self.jobs = 0
 

@@ -231,15 +231,15 @@ def test_a_named_source_is_dialled_and_only_it_is_asked() -> None:
         configured.keep(1, slot=0)
         named.keep(2, slot=0)
         asked = [key(1), key(2)]
-        assert reader.store.find(asked) == [BLOCK, 0]
-        assert reader.store.find(asked, addresses(named)) == [0, BLOCK]
+        assert reader.store.exists(asked) == [BLOCK, 0]
+        assert reader.store.exists_at(asked, addresses(named)) == [0, BLOCK]
         assert reader.get([2]) == [BlockOutcome.OK]
         assert bytes(reader.host.view(0)) == content(2)
         reader.sources(2)  # the connection stays
-        assert reader.store.find(asked) == [BLOCK, 0], "others are not asked without a name"
+        assert reader.store.exists(asked) == [BLOCK, 0], "others are not asked without a name"
         assert reader.get([2], first_slot=1) == [BlockOutcome.ABSENT]
-        assert reader.store.find(asked, addresses(named)) == [0, BLOCK]
-        assert reader.store.find(asked, addresses(configured)) == [BLOCK, 0]
+        assert reader.store.exists_at(asked, addresses(named)) == [0, BLOCK]
+        assert reader.store.exists_at(asked, addresses(configured)) == [BLOCK, 0]
 
 
 def test_a_named_source_with_two_ranks() -> None:
@@ -247,11 +247,11 @@ def test_a_named_source_with_two_ranks() -> None:
         left.keep(1, 5, content(1)[:HALF])
         right.keep(1, 6, content(1)[HALF:])
         with engines(Engine) as [reader]:
-            assert reader.store.find([key(1)], addresses(left, right)) == [BLOCK]
+            assert reader.store.exists_at([key(1)], addresses(left, right)) == [BLOCK]
             assert reader.get([1]) == [BlockOutcome.OK]
             assert bytes(reader.host.view(0)) == content(1)
             # Control: one half is not a block.
-            assert reader.store.find([key(1)], addresses(left)) == [0]
+            assert reader.store.exists_at([key(1)], addresses(left)) == [0]
 
 
 def test_a_named_source_that_is_not_there_dies_or_comes_back() -> None:
@@ -259,13 +259,13 @@ def test_a_named_source_that_is_not_there_dies_or_comes_back() -> None:
     named = (("127.0.0.1", port),)
     with engines(Engine) as [reader]:
         assert reader.store.usage().available, "no engine is configured that could be missing"
-        assert reader.store.find([key(1)], named) == [0]
+        assert reader.store.exists_at([key(1)], named) == [0]
         for number in range(2):
             with engines(lambda: Engine(listen=f"127.0.0.1:{port}")) as [source]:
                 source.keep(1, slot=0)
-                until(lambda: reader.store.find([key(1)], named) == [BLOCK])
+                until(lambda: reader.store.exists_at([key(1)], named) == [BLOCK])
                 assert reader.get([1], first_slot=number) == [BlockOutcome.OK]
-                assert reader.store.find([key(1)], named) == [BLOCK]
+                assert reader.store.exists_at([key(1)], named) == [BLOCK]
             reader.sources(0)
             assert reader.get([1]) == [BlockOutcome.ABSENT]
 
@@ -280,12 +280,12 @@ def test_a_named_source_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as hurried:
             hurried.setattr(dialling, "GREET_S", 0.05)
             for _ in range(2):
-                assert reader.store.find([key(1)], (silent.getsockname(),)) == [0]
+                assert reader.store.exists_at([key(1)], (silent.getsockname(),)) == [0]
         source.keep(1, slot=0)
-        until(lambda: reader.store.find([key(1)], addresses(source)) == [BLOCK])
+        until(lambda: reader.store.exists_at([key(1)], addresses(source)) == [BLOCK])
         monkeypatch.setattr(source.agent._serving, "on_message", lambda *_: None)
         for _ in range(LATE_ANSWERS):
-            assert reader.store.find([key(1)], addresses(source)) == [0]
+            assert reader.store.exists_at([key(1)], addresses(source)) == [0]
         peers = reader.agent._dialler.peers(addresses(source))
         (known,) = reader.agent.reader.sources.of(peers)
         assert not known.breaker.closed, "it is not asked for a while"
@@ -297,19 +297,19 @@ def test_a_named_source_with_another_key_or_other_blocks() -> None:
         for each in (stranger, unlike, source):
             each.keep(1, slot=0)
         with engines(Engine) as [reader]:
-            assert reader.store.find([key(1)], addresses(stranger)) == [0]
-            assert reader.store.find([key(1)], addresses(unlike)) == [0]
-            assert reader.store.find([key(1)], addresses(source)) == [BLOCK]  # control
-            assert reader.store.find([key(1)], addresses(stranger, source)) == [BLOCK]
+            assert reader.store.exists_at([key(1)], addresses(stranger)) == [0]
+            assert reader.store.exists_at([key(1)], addresses(unlike)) == [0]
+            assert reader.store.exists_at([key(1)], addresses(source)) == [BLOCK]  # control
+            assert reader.store.exists_at([key(1)], addresses(stranger, source)) == [BLOCK]
 
 
 def test_an_engine_that_is_named_to_itself_does_not_ask_itself() -> None:
     with engines(Engine) as [engine]:
         engine.keep(1, slot=0)
         for _ in range(2):
-            assert engine.store.find([key(1)], addresses(engine)) == [0]
+            assert engine.store.exists_at([key(1)], addresses(engine)) == [0]
         until(lambda: "of 0 sources" in repr(engine.agent))
-        assert engine.store.find([key(1)], addresses(engine)) == [0]
+        assert engine.store.exists_at([key(1)], addresses(engine)) == [0]
         assert "of 0 sources" in repr(engine.agent)
 
 
@@ -904,13 +904,6 @@ def test_buffers_must_be_slots() -> None:
         engine.store.get([key(1)], [memoryview(bytearray(BLOCK))])
 
 
-def test_put_and_remove_do_nothing() -> None:
-    with engines(Engine) as [engine]:
-        assert engine.store.put([key(1)], [engine.host.view(0)]) == [BlockOutcome.UNAVAILABLE]
-        assert engine.store.remove([key(1)]) == [BlockOutcome.ABSENT]
-        assert engine.store.exists([key(1)]) == [0]
-
-
 # A worker and its scheduler -----------------------------------------------------------------------
 
 
@@ -918,7 +911,7 @@ def test_a_step_offers_blocks_before_it_overwrites_slots() -> None:
     """One step may name a block whose slot it also gives to another one."""
     with engines(Engine) as [engine]:
         geometry = Geometry((GroupGeometry((ByteRun(0, BLOCK, BLOCK),), 4),))
-        worker = TierWorker({Tier.PEER: engine.store}, engine.host, geometry)
+        worker = TierWorker({}, engine.host, geometry, peers=engine.store)
         served = engine.agent.served
         offered = [(key(number), number) for number in range(4)]
         worker.serve(TierInstructions(served=offered), overwritten=[1])
@@ -939,7 +932,7 @@ def test_a_lookup_s_source_reaches_the_store() -> None:
     geometry = Geometry((GroupGeometry((ByteRun(0, BLOCK, BLOCK),), 4),))
     with engines(Engine, Engine) as [source, reader]:
         source.keep(1, slot=0)
-        worker = TierWorker({Tier.PEER: reader.store}, reader.host, geometry)
+        worker = TierWorker({}, reader.host, geometry, peers=reader.store)
         assert worker.address == reader.agent.address
         keys, there = (key(1), key(2)), SECONDARY_TIERS.index(Tier.PEER)
         for named, found in (((), [0, 0]), (addresses(source), [there, 0])):

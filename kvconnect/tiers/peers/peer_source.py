@@ -1,4 +1,4 @@
-"""The host memory of other engines as a secondary tier that is only read."""
+"""The host memory of other engines as a secondary tier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvconnect.protocol.identity import Identity
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     BlockOutcome,
-    Store,
+    BlockSource,
     StoreMeter,
     Usage,
     check_buffers,
@@ -33,12 +33,10 @@ from kvconnect.types import TransferType
 _MOST_REMEMBERED = 1 << 16
 
 
-class PeerStore(Store):
+class PeerSource(BlockSource):
     """Blocks that other engines have. Buffers of ``get`` must be slots of the host tier.
 
     A block is there if, of each of its pages, some peers together have all of this worker's units.
-    ``put`` and ``remove`` do nothing: what an engine keeps is its own business.
-
     Attributes:
         page_keys: by which keys peers know the pages of blocks.
     """
@@ -72,11 +70,7 @@ class PeerStore(Store):
         return self._sizes[group] if group < len(self._sizes) else 0
 
     def __repr__(self) -> str:
-        return f"PeerStore({self._agent!r})"
-
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
-        check_buffers(keys, payloads, writable=False)
-        return [BlockOutcome.UNAVAILABLE] * len(keys)
+        return f"PeerSource({self._agent!r})"
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
@@ -103,15 +97,14 @@ class PeerStore(Store):
         return outcomes
 
     def exists(self, keys: Sequence[bytes]) -> list[int]:
-        return self.find(keys)
+        return self.exists_at(keys, ())
 
-    def find(self, keys: Sequence[bytes], source: Addresses = ()) -> list[int]:
-        """Return the lengths of blocks as :meth:`exists`. Only the workers at ``source`` are asked,
-        if it is given; else those of the configuration."""
+    def exists_at(self, keys: Sequence[bytes], engines: Addresses) -> list[int]:
+        """See :class:`BlockSource`. Without ``engines``, those of the configuration are asked."""
         check_keys(keys)
         pages = [self.page_keys.of(key) if self.block_bytes(key) else () for key in keys]
         known = list(dict.fromkeys(chain(*pages)))
-        found = self._agent.find(known, [group_of(key) for key in known], source)
+        found = self._agent.find(known, [group_of(key) for key in known], engines)
         holders = dict(zip(known, found, strict=True))
         with self._lock:
             for key, peers in holders.items():
@@ -122,10 +115,6 @@ class PeerStore(Store):
             self.block_bytes(key) if names and all(holders[name] for name in names) else 0
             for key, names in blocks
         ]
-
-    def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
-        check_keys(keys)
-        return [BlockOutcome.ABSENT] * len(keys)
 
     def usage(self) -> Usage:
         return Usage(-1, 0, 0, self._agent.available)
@@ -155,8 +144,3 @@ class PeerStore(Store):
         if rest or not 0 <= slot < self._host.num_slots:
             raise Misuse("a buffer is not a slot of the host tier")
         return slot
-
-
-def exists_in(store: Store, keys: Sequence[bytes], source: Addresses) -> list[int]:
-    """Return ``store.exists(keys)``. Of other engines, only ``source`` is asked, if it is given."""
-    return store.find(keys, source) if isinstance(store, PeerStore) else store.exists(keys)
