@@ -3,15 +3,16 @@
     python -m benchmarks.copy_model
 
 :class:`~kvconnect.offload.copy_schedule.CopySchedule` decides, as in the executor; this module
-plays the copy thread, the threads that wait, the driver, the link and the digest kernel, in
-simulated time. It shows what the decisions cost. It does not show what a GPU does: the costs below
-are published by others, or assumed.
+plays the copy thread, the threads that wait, the driver, the link and the kernels, in simulated
+time. It shows what the decisions cost. It does not show what a GPU does: the costs below are
+published by others, or assumed. So is that kernels of several streams wait for room side by side.
 
 ``model_ratio_RUN_GBPS_...``: share of the link's rate for blocks of 2 MiB in runs of this length,
-copied by DMA, on a link of so many GB/s; ``full``, ``sampled``, ``off``: which blocks are hashed;
-``busy``: each launch of a kernel waits 1.6 ms for room beside prefill; ``hog``: another thread
-takes the GIL, a millisecond at a time. ``longest_lock_ms``: the longest call that holds the GIL, of
-all cases. ``lock_share_...``: share of the time in which such calls hold it.
+staged, on a link of so many GB/s; ``full``, ``sampled``, ``off``: which blocks are hashed;
+``busy``: each launch of a kernel waits 1.6 ms for room beside prefill; ``dma``: not staged, so one
+copy a run; ``hog``: another thread takes the GIL, a millisecond at a time. ``longest_lock_ms``: the
+longest call that holds the GIL, of all cases. ``lock_share_...``: share of the time in which such
+calls hold it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 from benchmarks.common import emit
 from kvconnect.copy.base import MAX_DESCRIPTORS
+from kvconnect.copy.calibration import DMA_ONLY, Calibration
 from kvconnect.copy.cuda import digest_launches
 from kvconnect.copy.driver import SHORT_CALL
 from kvconnect.offload.copy_schedule import Chunks, CopySchedule
@@ -36,6 +38,7 @@ WARM_BYTES, MEASURED_BYTES = 8 << 30, 64 << 30
 
 # Assumed.
 DIGEST_RATE = 800e9  # bytes per second of the digest kernel
+STAGED_RATE = 500e9  # of the kernel between segments and KV cache
 FOLD_S = 15e-9  # per KiB of a block; blocks of one launch are folded side by side
 COPY_LAUNCH_S, DIGEST_LAUNCH_S = 100e-6, 60e-6
 LAND_S, BLOCK_S = 20e-6, 1e-6  # to take a result, and per block of it
@@ -59,6 +62,7 @@ class Case:
     run_bytes: of one copy of a batch.
     wait_s: that a kernel waits for room on the device.
     limited: batches are cut, and give the GIL up if they are long.
+    staged: by way of device memory.
     """
 
     gbps: float
@@ -68,6 +72,7 @@ class Case:
     run_bytes: int = BLOCK_BYTES
     wait_s: float = 0.0
     limited: bool = True
+    staged: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,21 @@ class Model:
     def __init__(self, case: Case, seed: int = 0) -> None:
         self._case = case
         self._random = random.Random(seed)
-        self._copies = BLOCK_BYTES // case.run_bytes  # of a block
-        limits = {kind: [self._copies] for kind in TransferType} if case.limited else None
-        self._schedule: CopySchedule[_Job] = CopySchedule([BLOCK_BYTES], descriptors=limits)
+        self._copies = 1 if case.staged else BLOCK_BYTES // case.run_bytes  # of a block
+        self._copy_bytes = BLOCK_BYTES // self._copies
+        most = MAX_DESCRIPTORS // self._copies
+        if case.staged:
+            most = Calibration(DMA_ONLY, {"load": [case.gbps]}).segment_bytes // BLOCK_BYTES
+        descriptors, most_blocks = (
+            {kind: [number] for kind in TransferType} if case.limited else None
+            for number in (self._copies, most)
+        )
+        self._schedule: CopySchedule[_Job] = CopySchedule(
+            [BLOCK_BYTES], descriptors=descriptors, most_blocks=most_blocks
+        )
         self._job: _Job | None = None
         self._flights: deque[_Flight] = deque()
-        self._now = self._link_free = self._digests_free = 0.0
+        self._now = self._link_free = self._digests_free = self._ended = 0.0
         self.locked_s = self.longest_lock_s = 0.0
 
     def run(self, nbytes: int) -> float:
@@ -130,7 +144,7 @@ class Model:
         nbytes, copies = blocks * BLOCK_BYTES, blocks * self._copies
         hashed = round(blocks * self._case.digests)
         seconds = COPY_LAUNCH_S + self._hogged(DROPS)
-        if hashed:
+        if hashed or self._case.staged:
             seconds += DIGEST_LAUNCH_S
         first = self._now + seconds  # the device begins while the others are submitted
         self._now = first + SUBMIT_S * copies
@@ -138,14 +152,29 @@ class Model:
         self._schedule.launched(job.kind, nbytes, self._now)
         self._schedule.submitted(job.kind, part, seconds + SUBMIT_S * copies)
         start = max(first, self._link_free)
-        taken = max(nbytes / (self._case.gbps * 1e9), copies * _engine_s(self._case.run_bytes))
+        taken = max(nbytes / (self._case.gbps * 1e9), copies * _engine_s(self._copy_bytes))
         end = max(start + taken, self._now)
+        if self._case.staged:
+            self._link_free = end
+            self._move_staged(first, end, blocks, hashed)
+            return nbytes
         digested = max(end, self._digests_free) + self._digest_s(hashed) if hashed else end
         self._digests_free = max(digested, self._digests_free)
         self._link_free = end if self._case.own_stream else digested
         noticed = max(end, digested) + self._hogged(2)  # a waiter's thread, then the copy thread
         self._flights.append(_Flight(nbytes, end - start, noticed))
         return nbytes
+
+    def _move_staged(self, launched: float, arrived: float, blocks: int, hashed: int) -> None:
+        """Play the kernel of one chunk: chunks wait for room side by side, and run in turns."""
+        began = max(arrived + self._case.wait_s, self._digests_free)
+        nbytes = blocks * BLOCK_BYTES
+        fold = FOLD_S * BLOCK_BYTES / KIB if hashed else 0.0
+        self._digests_free = began + nbytes / STAGED_RATE + fold
+        since = max(launched, self._ended)
+        self._ended = max(self._digests_free, self._ended)
+        noticed = self._ended + self._hogged(2)
+        self._flights.append(_Flight(nbytes, self._ended - since, noticed))
 
     def _digest_s(self, blocks: int) -> float:
         """Return the seconds that the device takes to hash blocks."""
@@ -198,9 +227,14 @@ def link_ratio(case: Case) -> float:
 
 CASES = {
     **{
-        f"{run // KIB}k_{gbps}_{digests}{busy}": Case(
-            gbps, share, run_bytes=run, wait_s=PREFILL_WAIT_S if busy else 0.0
+        f"{run // KIB}k_{gbps}_{digests}{busy}{dma}": Case(
+            gbps,
+            share,
+            run_bytes=run,
+            wait_s=PREFILL_WAIT_S if busy else 0.0,
+            staged=not dma,
         )
+        for dma in ("", "_dma")
         for run in (16 * KIB, 32 * KIB, 64 * KIB, 1024 * KIB)
         for gbps in (25, 55, 200)
         for digests, share in (("off", 0.0), ("sampled", 1 / 16), ("full", 1.0))
@@ -217,7 +251,7 @@ def main() -> None:
     shares = {
         f"lock_share_{name}": round(one.lock_share, 4)
         for name, one in found.items()
-        if name.endswith("_off")
+        if "_off" in name and "busy" not in name
     }
     longest = max(one.longest_lock_s for one in found.values())
     emit("copy_model", {**figures, **shares, "longest_lock_ms": round(longest * 1e3, 4)})

@@ -1,4 +1,5 @@
-/* XXH3-64 of whole blocks where they lie in the KV cache, as a slot would hold them.
+/* XXH3-64 of whole blocks where they lie in the KV cache, as a slot would hold them; alone, or while
+ * the blocks move between the KV cache and a contiguous copy in device memory.
  *
  * XXH3 keeps eight lanes, 64-bit numbers. A stripe is 64 bytes, eight for each lane; a step is 16
  * stripes. The sums that a step adds to the lanes do not depend on their state. So all thread blocks
@@ -12,7 +13,8 @@
  * nbytes   of one block, over 240: shorter inputs have a formula of their own
  * sums     `count` times one row of eight sums per step
  * ready    thread blocks whose sums are there: 0 before and after
- * digests  `count` results
+ * digests  `count` results; 0: blocks are only moved
+ * staged   the contiguous copies, `stride` bytes apart, a multiple of 16
  *
  * It takes any number of thread blocks, of whole warps. */
 #include "runs.cuh"
@@ -85,6 +87,32 @@ struct Block {
         return area + run.offset + id * run.stride + (at - run.place);
     }
 
+    __device__ __forceinline__ u8 *byte(i64 at) const {
+        return (u8 *)address(table[find_run(at)], at);
+    }
+
+    /* Write eight bytes from byte `at` on, as `read` reads them. */
+    __device__ __forceinline__ void write(i64 *row, i64 at, u64 value) const {
+        *row = next_run(*row, at);
+        const Run run = table[*row];
+        u8 *to = (u8 *)address(run, at);
+        if (((u64)to & 7) == 0 && at + 8 <= run.place + run.length) {
+            *(u64 *)to = value;
+            return;
+        }
+        i64 here = *row;
+#pragma unroll 1
+        for (int i = 0; i < 8; i++) {
+            here = next_run(here, at + i);
+            *(u8 *)address(table[here], at + i) = (u8)(value >> (8 * i));
+        }
+    }
+
+    /* Whether a whole step from byte `at` on lies in a run, aligned to 16 bytes. */
+    __device__ __forceinline__ bool has_words(const Run &run, i64 at) const {
+        return ((u64)address(run, at) & 15) == 0 && at + STEP_BYTES <= run.place + run.length;
+    }
+
     /* Eight bytes from byte `at` on, little-endian, which may lie in several runs; `row` only
      * ever moves forward. */
     __device__ __forceinline__ u64 read(i64 *row, i64 at) const {
@@ -101,6 +129,28 @@ struct Block {
             value |= (u64)*address(table[here], at + i) << (8 * i);
         }
         return value;
+    }
+};
+
+/* The contiguous copy of a block, aligned to 16 bytes, as `Block` shows one. */
+struct Staged {
+    u8 *start;
+
+    __device__ __forceinline__ i64 find_run(i64) const { return 0; }
+    __device__ __forceinline__ u8 *byte(i64 at) const { return start + at; }
+
+    __device__ __forceinline__ u64 read(i64 *, i64 at) const {
+        if ((at & 7) == 0)
+            return *(const u64 *)(start + at);
+        u64 value = 0;
+#pragma unroll 1
+        for (int i = 0; i < 8; i++)
+            value |= (u64)start[at + i] << (8 * i);
+        return value;
+    }
+
+    __device__ __forceinline__ void write(i64 *, i64 at, u64 value) const {
+        *(u64 *)(start + at) = value;
     }
 };
 
@@ -131,12 +181,18 @@ struct Keys {
             last[i] = second ? secret_at(LAST_AT + 16 * pair + 8 * i) : words[2 * WORDS - 2 + i];
     }
 
-    /* The sums of a whole step, from this thread's first word on. */
-    __device__ __forceinline__ LanePair sum_words(const uint4 *from, bool ends_block) const {
+    /* The sums of a whole step, from this thread's first word on; with MOVES, write it to `to`. */
+    template <bool MOVES>
+    __device__ __forceinline__ LanePair sum_words(const uint4 *from, uint4 *to,
+                                                  bool ends_block) const {
         uint4 held[WORDS];
 #pragma unroll
         for (int k = 0; k < WORDS; k++)
             held[k] = __ldcs(from + LANES * k);
+        if (MOVES)
+#pragma unroll
+            for (int k = 0; k < WORDS; k++)
+                __stcs(to + LANES * k, held[k]);
         LanePair sum;
 #pragma unroll
         for (int k = 0; k < WORDS; k++) {
@@ -148,7 +204,8 @@ struct Keys {
     }
 
     /* The sums of any step from byte `at` on: short, or in several runs, or not aligned. */
-    __device__ __forceinline__ LanePair sum_bytes(const Block &block, i64 row, i64 at,
+    template <typename Source>
+    __device__ __forceinline__ LanePair sum_bytes(const Source &block, i64 row, i64 at,
                                                   i64 nbytes) const {
         const bool ends_block = nbytes - at <= STEP_BYTES;
         const int stripes = ends_block ? (int)(nbytes - at - 1) / STRIPE : STEP_STRIPES;
@@ -168,10 +225,27 @@ struct Keys {
     }
 };
 
+enum Way { IN_PLACE, TO_STAGED, FROM_STAGED };
+
+/* Move bytes `at` to `end` of a block, a step or less, by eight threads. */
+template <typename To, typename From>
+__device__ __forceinline__ void move_bytes(const To &to, const From &from, i64 at, i64 end) {
+    const int thread = (int)(threadIdx.x % LANES);
+    i64 read_row = from.find_run(at), write_row = to.find_run(at);
+    const i64 whole = at + (end - at) / 8 * 8;
+#pragma unroll 1
+    for (i64 here = at + 8 * thread; here < whole; here += 8 * LANES)
+        to.write(&write_row, here, from.read(&read_row, here));
+    for (i64 here = whole + thread; here < end; here += LANES)
+        *to.byte(here) = *from.byte(here);
+}
+
 /* Groups of eight threads take neighbouring steps, so that their run is found once and then only
  * moves forward. */
+template <Way WAY>
 __device__ __forceinline__ void sum_steps(const u8 *area, const Run *table, i64 rows,
-                                          const i64 *ids, i64 count, i64 nbytes, u64 *sums) {
+                                          const i64 *ids, i64 count, i64 nbytes, u64 *sums,
+                                          u8 *staged, i64 stride, bool hashes) {
     const int thread = (int)(threadIdx.x % LANES);
     const Keys keys(thread);
     const i64 steps = (nbytes - 1) / STEP_BYTES + 1, all = steps * count;
@@ -181,20 +255,38 @@ __device__ __forceinline__ void sum_steps(const u8 *area, const Run *table, i64 
     for (const i64 end = item + share; item < end; item++) {
         LanePair sum;
         if (item < all) {
-            const Block block{area, table, rows, ids[number]};
-            row = block.next_run(row, at);
+            const Block pages{area, table, rows, ids[number]};
+            const Staged copy{staged + number * stride};
+            row = pages.next_run(row, at);
             const Run run = table[row];
-            const u8 *from = block.address(run, at);
-            if (((u64)from & 15) == 0 && at + STEP_BYTES <= run.place + run.length)
-                sum = keys.sum_words((const uint4 *)from + thread, at + STEP_BYTES == nbytes);
-            else
-                sum = keys.sum_bytes(block, row, at, nbytes);
+            const bool ends_block = at + STEP_BYTES == nbytes;
+            const uint4 *page = (const uint4 *)pages.address(run, at) + thread;
+            uint4 *word = (uint4 *)copy.byte(at) + thread;
+            if (pages.has_words(run, at)) {
+                if (WAY == IN_PLACE)
+                    sum = keys.sum_words<false>(page, 0, ends_block);
+                else if (WAY == TO_STAGED)
+                    sum = keys.sum_words<true>(page, word, ends_block);
+                else
+                    sum = keys.sum_words<true>(word, (uint4 *)page, ends_block);
+            } else {
+                const i64 last = at + STEP_BYTES < nbytes ? at + STEP_BYTES : nbytes;
+                if (WAY == TO_STAGED)
+                    move_bytes(copy, pages, at, last);
+                if (WAY == FROM_STAGED)
+                    move_bytes(pages, copy, at, last);
+                if (WAY == FROM_STAGED && hashes)
+                    sum = keys.sum_bytes(copy, 0, at, nbytes);
+                else if (hashes)
+                    sum = keys.sum_bytes(pages, row, at, nbytes);
+            }
         }
-        /* The two threads of a pair of lanes each finish one. */
-        const u64 given = exchange(keys.second ? sum.even : sum.odd, 4);
-        if (item < all)
-            sums[item * LANES + 2 * keys.pair + keys.second] =
-                given + (keys.second ? sum.odd : sum.even);
+        if (hashes) { /* The two threads of a pair of lanes each finish one. */
+            const u64 given = exchange(keys.second ? sum.even : sum.odd, 4);
+            if (item < all)
+                sums[item * LANES + 2 * keys.pair + keys.second] =
+                    given + (keys.second ? sum.odd : sum.even);
+        }
         at += STEP_BYTES;
         if (at >= nbytes) {
             at = row = 0;
@@ -250,11 +342,14 @@ __device__ __forceinline__ void fold_steps(const u64 *sums, i64 count, i64 nbyte
     }
 }
 
-/* The registers hold the keys, for one thread block per multiprocessor. */
-extern "C" __global__ void __launch_bounds__(512, 1)
-    hash_blocks(const u8 *area, const Run *table, i64 rows, const i64 *ids, i64 count, i64 nbytes,
-                u64 *sums, u32 *ready, u64 *digests) {
-    sum_steps(area, table, rows, ids, count, nbytes, sums);
+template <Way WAY>
+__device__ __forceinline__ void hash_all(const u8 *area, const Run *table, i64 rows,
+                                         const i64 *ids, i64 count, i64 nbytes, u64 *sums,
+                                         u32 *ready, u64 *digests, u8 *staged, i64 stride) {
+    const bool hashes = WAY == IN_PLACE || digests != 0;
+    sum_steps<WAY>(area, table, rows, ids, count, nbytes, sums, staged, stride, hashes);
+    if (!hashes)
+        return;
     __threadfence();
     __syncthreads();
     __shared__ bool last;
@@ -266,4 +361,24 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     if (threadIdx.x == 0)
         *ready = 0;
     fold_steps(sums, count, nbytes, digests);
+}
+
+/* The registers hold the keys, for one thread block per multiprocessor. */
+extern "C" __global__ void __launch_bounds__(512, 1)
+    hash_blocks(const u8 *area, const Run *table, i64 rows, const i64 *ids, i64 count, i64 nbytes,
+                u64 *sums, u32 *ready, u64 *digests) {
+    hash_all<IN_PLACE>(area, table, rows, ids, count, nbytes, sums, ready, digests, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+    gather_staged(const u8 *area, const Run *table, i64 rows, const i64 *ids, i64 count, i64 nbytes,
+                  u64 *sums, u32 *ready, u64 *digests, u8 *staged, i64 stride) {
+    hash_all<TO_STAGED>(area, table, rows, ids, count, nbytes, sums, ready, digests, staged, stride);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+    scatter_staged(u8 *area, const Run *table, i64 rows, const i64 *ids, i64 count, i64 nbytes,
+                   u64 *sums, u32 *ready, u64 *digests, u8 *staged, i64 stride) {
+    hash_all<FROM_STAGED>(area, table, rows, ids, count, nbytes, sums, ready, digests, staged,
+                          stride);
 }

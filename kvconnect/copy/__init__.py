@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvconnect.cache.layout import Geometry
@@ -79,11 +80,13 @@ def _cuda_copier(
         return None, "the host memory is not page-locked"
     from kvconnect.copy.calibration import calibrated
     from kvconnect.copy.cuda import CudaCopier, sample_move
+    from kvconnect.copy.staged import Staging
 
     try:
         driver = open_driver(area.device)
         measured = calibrated(driver, lambda: sample_move(driver))
-        copier = CudaCopier(area, arena, geometry, driver, measured.threshold)
+        make_staging = partial(Staging, driver, segment_bytes=measured.segment_bytes)
+        copier = CudaCopier(area, arena, geometry, driver, measured.threshold, make_staging)
     except (Incompatible, TransferFailed) as error:
         _warn_once(f"blocks are copied page by page, which is slower: {error}")
         return None, str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvconnect.cache.layout import Geometry, GroupGeometry
 from kvconnect.errors import Misuse
@@ -19,8 +19,25 @@ MAX_DESCRIPTORS = 1024
 """Copies in one call of ``cuMemcpyBatchAsync``. A call takes about 0.5 us for each (measured on an
 H100: vLLM's pull request 48434), and one of 51,828 crashed a driver (vLLM's issue 49276)."""
 
+MAX_IN_FLIGHT = 4
+"""Chunks of one direction in flight: the link has work while the next one is launched."""
+
 Runs = tuple[int, int]
 """Range [first, end) of a group's segments."""
+
+
+class StagedCopy(NamedTuple):
+    """A copy by way of device memory.
+
+    ``work`` launches it on the calling thread's current stream. Copies with the same ``lane`` must
+    run on the same stream. ``digests`` has those of all its blocks, None if they are not hashed.
+    ``release`` gives its memory to another copy: call it once, when nothing of it is in flight.
+    """
+
+    lane: int
+    work: Callable[[], None]
+    digests: Digests | None
+    release: Callable[[], None]
 
 
 class Copier(ABC):
@@ -72,6 +89,25 @@ class Copier(ABC):
         """
         if runs[0] == 0:
             self.enqueue_load(group, block_ids, slots)
+
+    def stage(
+        self,
+        direction: Direction,  # noqa: ARG002
+        group: int,  # noqa: ARG002
+        block_ids: Sequence[int],  # noqa: ARG002
+        slots: Sequence[int],  # noqa: ARG002
+        hashed: bool,  # noqa: ARG002
+    ) -> StagedCopy | None:
+        """Return a copy of blocks by way of device memory; None: use the ``enqueue`` calls.
+
+        Nothing is launched yet. Raises :class:`Misuse` as these do.
+        """
+        return None
+
+    def most_blocks(self, direction: Direction, group: int) -> int:
+        """Return how many blocks one copy should have at most; 0: as many as wanted."""
+        descriptors = self.descriptors(direction, group)
+        return max(1, MAX_DESCRIPTORS // descriptors) if descriptors else 0
 
     def descriptors(self, direction: Direction, group: int) -> int:  # noqa: ARG002
         """Return how many copies the device's driver is told of for one block; 0: of none, however

@@ -1,6 +1,7 @@
-"""Measures the largest page size at which the copy kernel is faster than batched DMA.
+"""Measures up to which page size the copy kernel is faster than batched DMA, and staging is not
+slower.
 
-The measurement takes less than a second, once per machine, device, driver and version of the
+The measurement takes a few seconds, once per machine, device, driver and version of the
 kernels; a file keeps the result. A kernel also takes multiprocessors and memory bandwidth from the
 model, which the measurement does not show. So the kernel must win by a margin: a larger one for
 stores, because nobody waits for them.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -19,11 +21,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO
 
+from kvconnect.copy.base import Direction
 from kvconnect.copy.driver import Driver
 from kvconnect.errors import TransferFailed
 from kvconnect.user_folders import cache_folder
@@ -36,12 +39,29 @@ REPEATS = 4
 """Copies of the sample in one measurement, back to back."""
 
 ROUNDS = 3
-DIRECTIONS = ("store", "load")
+DIRECTIONS: tuple[Direction, ...] = ("store", "load")
 MARGIN = {"load": 1.3, "store": 1.5}
 LOCK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.05
-_FORMAT = 3  # of the file; increase it when the measurement or the launch of kernels changes
+_FORMAT = 4  # of the file; increase it when the measurement or the launch of kernels changes
 
+
+GRIDS = (2, 4, 8, 16)
+"""Thread blocks of the copy kernel: as few as are about as fast as the most, because each takes a
+multiprocessor from the model."""
+
+GRID_SHARE = 1.05
+"""Time that fewer thread blocks may take, of that of the most."""
+
+STAGED_SHARE = 1.1
+"""Time that staging may take, of DMA's: with one copy a block it saves CPU time, and a hash is
+made on the way."""
+
+SEGMENT_S = 0.0006
+"""Seconds that a staged chunk takes on the link: four in flight outlast the wait of a kernel beside
+prefill (1.6 ms: LMCache's pull request 5067)."""
+
+SMALLEST_SEGMENT, LARGEST_SEGMENT = 16 << 20, 128 << 20
 
 FEWEST_ROWS = 64
 """Fewer rows hide no launch: DMA was faster below 16 to 64 on an H100 (vLLM's issue 57555)."""
@@ -49,45 +69,74 @@ FEWEST_ROWS = 64
 
 @dataclass(frozen=True)
 class CopyThreshold:
-    """What a kernel copies; DMA copies all else.
+    """What a kernel copies, and what is staged; DMA copies all else.
 
     Attributes:
-        store, load: longest run in bytes, by direction; 0: none.
-        fewest_rows: of one call.
+        store, load: longest run in bytes that a kernel copies, by direction; 0: none.
+        fewest_rows: of one call of a kernel.
+        staged_store, staged_load: longest run that is staged, if a kernel does not copy it; the
+            largest of ``PAGES`` stands for any run.
+        grid: thread blocks of the kernel.
     """
 
     store: int
     load: int
     fewest_rows: int = FEWEST_ROWS
+    staged_store: int = 0
+    staged_load: int = 0
+    grid: int = GRIDS[-1]
 
+    def method(self, direction: Direction, run_bytes: int) -> str:
+        """Return how runs of this length are copied: ``kernel``, ``staged`` or ``dma``."""
+        if run_bytes <= getattr(self, direction):
+            return "kernel"
+        limit = getattr(self, f"staged_{direction}")
+        return "staged" if run_bytes <= limit or limit == PAGES[-1] else "dma"
+
+
+_LIMITS = ("store", "load", "staged_store", "staged_load")
+_KEPT = (*_LIMITS, "grid")  # what a file has
 
 DMA_ONLY = CopyThreshold(store=0, load=0)
 
 DEFAULT = CopyThreshold(store=0, load=28 << 10)
 """Used if the measurement fails: values published for an H100 on PCIe 5."""
 
-SampleCopy = Callable[[str, str, int], None]
-"""Copies a sample, given direction, method ("kernel" or "dma") and page size."""
+SampleCopy = Callable[[Direction, str, int], None]
+"""Copies a sample, given direction, method ("kernel", "staged", "dma", or "kernel/N" with N thread
+blocks) and page size."""
 
 
 def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
-    """Return the largest pages for which the kernel wins, per direction.
+    """Return the largest pages for which the kernel wins, and the largest for which staging does.
 
-    ``seconds`` is keyed by (direction, method, page); a kernel without an entry loses. The search
-    stops at the first page for which the kernel loses, because a later win is noise.
+    ``seconds`` is keyed by (direction, method, page); a method without an entry loses. The search
+    stops at the first page for which a method loses, because a later win is noise.
     """
 
-    def largest(direction: str) -> int:
-        best = 0
-        for page in PAGES:
-            kernel = seconds.get((direction, "kernel", page), math.inf)
-            dma = seconds[direction, "dma", page]
-            if kernel * MARGIN[direction] > dma:
-                break
-            best = page
-        return best
+    def taken(direction: str, method: str, page: int) -> float:
+        return seconds.get((direction, method, page), math.inf)
 
-    return CopyThreshold(store=largest("store"), load=largest("load"))
+    def kernel_wins(direction: str, page: int) -> bool:
+        others = (taken(direction, method, page) for method in ("dma", "staged"))
+        return taken(direction, "kernel", page) * MARGIN[direction] <= min(others)
+
+    def staging_wins(direction: str, page: int) -> bool:
+        limit = STAGED_SHARE * taken(direction, "dma", page)
+        return taken(direction, "staged", page) <= limit
+
+    def largest(wins: Callable[[str, int], bool], direction: str, above: int = 0) -> int:
+        longer = [page for page in PAGES if page > above]
+        return max(itertools.takewhile(partial(wins, direction), longer), default=0)
+
+    kernel = {direction: largest(kernel_wins, direction) for direction in DIRECTIONS}
+    staged = {way: largest(staging_wins, way, above=kernel[way]) for way in DIRECTIONS}
+    return CopyThreshold(
+        store=kernel["store"],
+        load=kernel["load"],
+        staged_store=staged["store"],
+        staged_load=staged["load"],
+    )
 
 
 @dataclass(frozen=True)
@@ -98,13 +147,23 @@ class Calibration:
     threshold: CopyThreshold
     gbps: Mapping[str, Sequence[float]]
 
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of device memory for each staged chunk."""
+        fastest = max((max(rates) for rates in self.gbps.values()), default=0.0)
+        return min(max(int(fastest * 1e9 * SEGMENT_S), SMALLEST_SEGMENT), LARGEST_SEGMENT)
+
     def describe(self) -> str:
         """Return how each direction copies, and how fast."""
         return "; ".join(map(self._describe, DIRECTIONS))
 
     def _describe(self, direction: str) -> str:
-        limit = getattr(self.threshold, direction)
-        method = f"kernel up to {limit >> 10} KiB, DMA above" if limit else "DMA"
+        limits = {
+            "kernel": getattr(self.threshold, direction),
+            "staged": getattr(self.threshold, f"staged_{direction}"),
+        }
+        named = [f"{name} up to {limit >> 10} KiB" for name, limit in limits.items() if limit]
+        method = ", ".join([*named, "DMA above"]) if named else "DMA"
         if not self.gbps:
             return f"{direction} by {method} (not measured)"
         first, last = (
@@ -120,25 +179,46 @@ def measure(driver: Driver, move: SampleCopy) -> Calibration:
     Raises:
         TransferFailed: a copy failed.
     """
-    seconds = {}
-    methods = ("dma",) if driver.kernels_unavailable_reason else ("kernel", "dma")
+    seconds: dict[tuple[str, str, int], float] = {}
+    methods = ("dma",) if driver.kernels_unavailable_reason else ("kernel", "staged", "dma")
     for direction in DIRECTIONS:
         for page in PAGES:
             for method in methods:
-                work = partial(_repeat, move, direction, method, page)
-                driver.seconds(work)  # warm-up: loads code and fills tables
-                taken = min(driver.seconds(work) for _ in range(ROUNDS))
-                seconds[direction, method, page] = taken / REPEATS
+                seconds[direction, method, page] = _time(driver, move, direction, method, page)
     threshold = choose(seconds)
-    gbps = {}
+    threshold = replace(threshold, grid=_smallest_grid(driver, move, threshold, seconds))
+    gbps: dict[str, Sequence[float]] = {}
     for direction in DIRECTIONS:
-        limit = getattr(threshold, direction)
-        chosen = [(direction, "kernel" if page <= limit else "dma", page) for page in PAGES]
+        chosen = [(direction, threshold.method(direction, page), page) for page in PAGES]
         gbps[direction] = [round(SAMPLE_BYTES / seconds[key] / 1e9, 2) for key in chosen]
     return Calibration(threshold, gbps)
 
 
-def _repeat(move: SampleCopy, direction: str, method: str, page: int) -> None:
+def _time(driver: Driver, move: SampleCopy, direction: Direction, method: str, page: int) -> float:
+    work = partial(_repeat, move, direction, method, page)
+    driver.seconds(work)  # warm-up: loads code and fills tables
+    return min(driver.seconds(work) for _ in range(ROUNDS)) / REPEATS
+
+
+def _smallest_grid(
+    driver: Driver,
+    move: SampleCopy,
+    threshold: CopyThreshold,
+    seconds: Mapping[tuple[str, str, int], float],
+) -> int:
+    """Return how many thread blocks are enough for the longest runs that the kernel copies."""
+    limits = [(way, getattr(threshold, way)) for way in DIRECTIONS if getattr(threshold, way)]
+    for grid in GRIDS[:-1] if limits else ():
+        if all(
+            _time(driver, move, direction, f"kernel/{grid}", page)
+            <= GRID_SHARE * seconds[direction, "kernel", page]
+            for direction, page in limits
+        ):
+            return grid
+    return GRIDS[-1]
+
+
+def _repeat(move: SampleCopy, direction: Direction, method: str, page: int) -> None:
     for _ in range(REPEATS):
         move(direction, method, page)
 
@@ -215,11 +295,14 @@ def _read(path: Path | None, name: str) -> Calibration | None:
         return None
     try:
         content = json.loads(path.read_text())
-        threshold = CopyThreshold(content["store"], content["load"])
-        gbps = {d: [float(rate) for rate in content["gbps"][d]] for d in DIRECTIONS}
+        threshold = CopyThreshold(**{name: content[name] for name in _KEPT})
+        gbps: dict[str, Sequence[float]] = {
+            d: [float(rate) for rate in content["gbps"][d]] for d in DIRECTIONS
+        }
         fits = (
             content["machine"] == name
-            and {threshold.store, threshold.load} <= {0, *PAGES}
+            and {content[name] for name in _LIMITS} <= {0, *PAGES}
+            and threshold.grid in GRIDS
             and all(len(rates) == len(PAGES) for rates in gbps.values())
         )
     except FileNotFoundError:
@@ -232,7 +315,7 @@ def _read(path: Path | None, name: str) -> Calibration | None:
 
 def _write(path: Path, name: str, made: Calibration) -> None:
     """Replace the file atomically, because other workers of this machine use it too."""
-    limits = {direction: getattr(made.threshold, direction) for direction in DIRECTIONS}
+    limits = {name: getattr(made.threshold, name) for name in _KEPT}
     content = {"machine": name, **limits, "gbps": made.gbps}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

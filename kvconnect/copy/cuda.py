@@ -1,4 +1,4 @@
-"""Copies for KV caches on a CUDA device: a gather/scatter kernel, or batched DMA.
+"""Copies for KV caches on a CUDA device: a gather/scatter kernel, batched DMA, or both in turn.
 
 Direction and length of a block's runs decide, by the thresholds of ``calibration``. If a driver has
 no kernels, DMA copies all runs, and the host computes digests and packs wire blocks. Only
@@ -8,17 +8,28 @@ no kernels, DMA copies all runs, and the host computes digests and packs wire bl
 from __future__ import annotations
 
 import functools
+import logging
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
-from kvconnect.copy.base import Copier, Digests, Direction, Runs, check_request, check_sizes
+from kvconnect.copy.base import (
+    Copier,
+    Digests,
+    Direction,
+    Runs,
+    StagedCopy,
+    check_request,
+    check_sizes,
+)
 from kvconnect.copy.calibration import (
+    DIRECTIONS,
     DMA_ONLY,
+    GRIDS,
     PAGES,
     SAMPLE_BYTES,
     CopyThreshold,
@@ -35,7 +46,10 @@ from kvconnect.copy.kernels import (
     lanes_for,
     page_table,
 )
-from kvconnect.errors import Misuse
+from kvconnect.copy.staged import BlockPlaces, Staging
+from kvconnect.errors import Misuse, TransferFailed
+
+logger = logging.getLogger(__name__)
 
 
 def torch_run_addresses(
@@ -55,12 +69,13 @@ except ImportError:  # no C compiler when KVConnect was installed
 
 _Ids = tuple["array[int]", "array[int]"]
 
-GRID, THREADS = 16, 512
-"""A few multiprocessors keep 1 MiB in flight, several times what PCIe 5 needs."""
+GRID, THREADS = GRIDS[-1], 512
+"""These keep 1 MiB in flight, several times what PCIe 5 needs."""
 _SUMS_BYTES = 8 << 20
 """Scratch for the sums of 128 MiB: a chunk of a fast link is hashed by one launch, since each may
 wait for room beside the model's kernels (1.6 ms beside prefill: LMCache's pull request 5067)."""
 _ZERO = array("q", [0])
+_SAMPLE_BLOCK_BYTES = 2 * PAGES[-1]
 _KERNELS = {"store": "gather_pages", "load": "scatter_pages"}
 
 
@@ -85,6 +100,14 @@ class _GroupTables:
         # Per run, its first row; long runs have several rows.
         self.rows = [0, *accumulate(-(-length // PIECE_BYTES) for length in self.lengths)]
         self.all_runs = (0, len(self.lengths))
+        self.places = BlockPlaces(
+            area=area,
+            arena=arena,
+            slot_bytes=slot_bytes,
+            block_bytes=sum(self.lengths),
+            table=self.table.data_ptr(),
+            rows=self.rows[-1],
+        )
         self.digest_buffers: deque[_DigestBuffers] = deque()  # free ones
 
 
@@ -123,6 +146,7 @@ class CudaCopier(Copier):
         geometry: Geometry,
         driver: Driver,
         choice: CopyThreshold,
+        make_staging: Callable[[Direction], Staging] | None = None,
     ) -> None:
         self._num_slots = check_sizes(geometry, area.nbytes, arena.nbytes)
         if not area.is_contiguous() or not arena.is_contiguous():
@@ -137,7 +161,22 @@ class CudaCopier(Copier):
             _GroupTables(driver, group, self._area, self._arena, geometry.slot_bytes)
             for group in geometry.groups
         ]
+        self._staging = self._make_stagings(make_staging)
         driver.synchronize()  # other streams read the tables
+
+    def _make_stagings(
+        self, make: Callable[[Direction], Staging] | None
+    ) -> dict[Direction, Staging]:
+        """Return the staging of the directions in which it is the way of a group."""
+        made: dict[Direction, Staging] = {}
+        for direction in DIRECTIONS:
+            ways = {self._choice.method(direction, found.run_bytes) for found in self._groups}
+            if make is not None and "staged" in ways:
+                try:
+                    made[direction] = make(direction)
+                except TransferFailed as error:
+                    logger.warning("copies are not staged, which is slower: %s", error)
+        return made
 
     def store(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         self.enqueue_store(group, block_ids, slots)
@@ -159,13 +198,42 @@ class CudaCopier(Copier):
         self._enqueue("load", group, block_ids, slots, runs)
 
     def method(self, direction: Direction, group: int) -> str:
-        """Return the method that copies many blocks of a group: ``kernel`` or ``dma``."""
-        limit = self._choice.store if direction == "store" else self._choice.load
-        return "kernel" if self._groups[group].run_bytes <= limit else "dma"
+        """Return the method that copies many blocks of a group: ``kernel``, ``staged`` or
+        ``dma``."""
+        way = self._choice.method(direction, self._groups[group].run_bytes)
+        return way if way != "staged" or self._stages(direction, group) else "dma"
+
+    def _stages(self, direction: Direction, group: int) -> bool:
+        """Return whether blocks of a group have several runs, and there is memory to stage one."""
+        staging, found = self._staging.get(direction), self._geometry.groups[group]
+        several = len(found.segments) > 1
+        return several and staging is not None and staging.most_blocks(found.block_bytes) > 0
 
     def descriptors(self, direction: Direction, group: int) -> int:
-        by_dma = self.method(direction, group) == "dma"
-        return len(self._groups[group].lengths) if by_dma else 0
+        copies = {"kernel": 0, "staged": 1, "dma": len(self._groups[group].lengths)}
+        return copies[self.method(direction, group)]
+
+    def most_blocks(self, direction: Direction, group: int) -> int:
+        if self.method(direction, group) != "staged":
+            return super().most_blocks(direction, group)
+        return self._staging[direction].most_blocks(self._geometry.groups[group].block_bytes)
+
+    def stage(
+        self,
+        direction: Direction,
+        group: int,
+        block_ids: Sequence[int],
+        slots: Sequence[int],
+        hashed: bool,
+    ) -> StagedCopy | None:
+        found = check_request(self._geometry, self._num_slots, group, block_ids, slots)
+        if not block_ids or self.method(direction, group) != "staged":
+            return None
+        if hashed and not self.hashes(group):
+            raise Misuse(f"blocks of {found.block_bytes} bytes cannot be hashed on the device")
+        return self._staging[direction].copy(
+            self._groups[group].places, array("q", block_ids), array("q", slots), hashed
+        )
 
     def hashes(self, group: int) -> bool:
         return self._has_kernels and self._geometry.groups[group].block_bytes > DIGEST_OVER
@@ -236,7 +304,7 @@ class CudaCopier(Copier):
             *(self._area, self._arena, made.table.data_ptr() + first * ROW * 8, end - first),
             *(pairs.data_ptr(), len(ids[0]), self._geometry.slot_bytes, made.lanes),
         )
-        self._driver.launch(_KERNELS[direction], GRID, THREADS, arguments)
+        self._driver.launch(_KERNELS[direction], self._choice.grid, THREADS, arguments)
 
     def _copy_batch(self, direction: Direction, group: int, ids: _Ids, runs: Runs) -> None:
         made, some = self._groups[group], slice(*runs)
@@ -278,21 +346,43 @@ def _pairs(block_ids: array[int], slots: array[int]) -> array[int]:
 def sample_move(driver: Driver) -> SampleCopy:
     """Return the copy that :func:`kvconnect.copy.calibration.calibrated` measures.
 
-    The copy owns ``SAMPLE_BYTES`` of scratch memory on the device and on the host. Raises
-    :class:`TransferFailed` if there is not enough memory.
+    The copy owns ``SAMPLE_BYTES`` of scratch memory on the host, and three times as much on the
+    device. Raises :class:`TransferFailed` if there is not enough memory.
     """
     area, arena = driver.device_memory(SAMPLE_BYTES), driver.host_memory(SAMPLE_BYTES)
     copiers = {}
+    stagings = {way: Staging(driver, way, SAMPLE_BYTES, segments=1) for way in DIRECTIONS}
+    blocks = SAMPLE_BYTES // _SAMPLE_BLOCK_BYTES
     for page in PAGES:
-        geometry = Geometry((GroupGeometry((ByteRun(0, page, page),), SAMPLE_BYTES // page),))
-        for method, limit in (("kernel", page), ("dma", 0)):
-            choice = CopyThreshold(store=limit, load=limit, fewest_rows=1)
-            copiers[method, page] = CudaCopier(area, arena, geometry, driver, choice)
+        pages = (ByteRun(0, page, page),)
+        layers = range(_SAMPLE_BLOCK_BYTES // page)
+        runs = tuple(ByteRun(layer * blocks * page, page, page) for layer in layers)
+        for method, group, choice in (
+            ("kernel", GroupGeometry(pages, SAMPLE_BYTES // page), CopyThreshold(page, page, 1)),
+            ("dma", GroupGeometry(pages, SAMPLE_BYTES // page), DMA_ONLY),
+            ("staged", GroupGeometry(runs, blocks), CopyThreshold(0, 0, 1, page, page)),
+        ):
+            geometry = Geometry((group,))
+            copiers[method, page] = CudaCopier(
+                area, arena, geometry, driver, choice, stagings.__getitem__
+            )
+        for grid in GRIDS:
+            choice = CopyThreshold(page, page, 1, grid=grid)
+            geometry = Geometry((GroupGeometry(pages, SAMPLE_BYTES // page),))
+            copiers[f"kernel/{grid}", page] = CudaCopier(area, arena, geometry, driver, choice)
 
-    def move(direction: str, method: str, page: int) -> None:
-        count = SAMPLE_BYTES // page
+    def move(direction: Direction, method: str, page: int) -> None:
         copier = copiers[method, page]
-        copy = copier.enqueue_store if direction == "store" else copier.enqueue_load
-        copy(0, scattered(count), range(count))
+        if method == "staged":
+            copy = copier.stage(direction, 0, scattered(blocks), range(blocks), hashed=False)
+            assert copy is not None
+            try:
+                copy.work()
+            finally:
+                copy.release()  # the next one runs on the same stream
+            return
+        count = SAMPLE_BYTES // page
+        enqueue = copier.enqueue_store if direction == "store" else copier.enqueue_load
+        enqueue(0, scattered(count), range(count))
 
     return move

@@ -5,18 +5,24 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvconnect.cache.layout import Geometry
-from kvconnect.copy.base import Copier, Digests
+from kvconnect.copy.base import Copier, Digests, Direction, StagedCopy
 from kvconnect.errors import Corrupt
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.layer_loads import SyncLoad, pieces
 from kvconnect.offload.messages import GroupBlocks
-from kvconnect.offload.streams import Fence, InFlightCopy, Streams
+from kvconnect.offload.streams import Ahead, Fence, InFlightCopy, Streams
 from kvconnect.types import FailureCause, TransferType
 
 logger = logging.getLogger(__name__)
+
+DIRECTIONS: dict[TransferType, Direction] = {
+    TransferType.CPU_TO_GPU: "load",
+    TransferType.GPU_TO_CPU: "store",
+}
 
 
 @dataclass(eq=False)
@@ -30,13 +36,15 @@ class ChunkCopy:
     in_flight: InFlightCopy
     sealed: list[int]  # indices in the part of the blocks that have a digest
     digests: list[Digests]  # one, if the device computes them
+    staged: StagedCopy | None = None  # by way of device memory
 
 
 class ChunkCopier:
     """Copies chunks; for the copy thread, which gets all errors of the copier and the device.
 
     If the copier can, the device computes the digests: a store's beside the copy, a load's behind
-    it. Otherwise the host hashes the slots, before a load and after a store.
+    it, or both on their way by device memory. Otherwise the host hashes the slots, before a load
+    and after a store.
     """
 
     def __init__(
@@ -72,24 +80,57 @@ class ChunkCopier:
         device failed.
         """
         chunk.in_flight.wait()
+        found = chunk.digests[0]() if chunk.digests else None
+        if chunk.staged is not None:
+            chunk.staged.release()
         good, cause = chunk.good, chunk.cause
         if chunk.kind is TransferType.GPU_TO_CPU:
-            self._seal(chunk)
-        elif chunk.digests:
-            found = chunk.digests[0]()
+            self._seal(chunk, found)
+        elif found is not None:
             good, cause = self._verified(chunk.part, chunk.sealed, found) or (good, cause)
         return good, cause
 
     def _store_blocks(self, fence: Fence, part: GroupBlocks) -> ChunkCopy:
         sealed = [i for i, slot in enumerate(part.slots) if self._store.digests.begin(slot)]
         kind, digests = TransferType.GPU_TO_CPU, list[Digests]()
+        staged = self._stage(kind, part, sealed)
 
         def copy() -> None:
-            self._copier.enqueue_store(part.group, part.block_ids, part.slots)
+            if staged is None:
+                self._copier.enqueue_store(part.group, part.block_ids, part.slots)
 
-        digest = self._digest(part, sealed, digests)
-        in_flight = self._streams.launch(kind, fence, copy, digest)
-        return ChunkCopy(part, kind, len(part.slots), None, in_flight, sealed, digests)
+        if staged is not None:
+            in_flight = self._launch_staged(kind, fence, copy, staged, sealed, digests)
+        else:
+            digest = self._digest(part, sealed, digests)
+            in_flight = self._streams.launch(kind, fence, copy, digest)
+        return ChunkCopy(part, kind, len(part.slots), None, in_flight, sealed, digests, staged)
+
+    def _stage(
+        self, kind: TransferType, part: GroupBlocks, sealed: Sequence[int]
+    ) -> StagedCopy | None:
+        hashed = bool(sealed) and self._copier.hashes(part.group)
+        return self._copier.stage(DIRECTIONS[kind], part.group, part.block_ids, part.slots, hashed)
+
+    def _launch_staged(
+        self,
+        kind: TransferType,
+        fence: Fence,
+        copy: Callable[[], None],
+        staged: StagedCopy,
+        sealed: Sequence[int],
+        digests: list[Digests],
+    ) -> InFlightCopy:
+        """Launch a staged copy with ``copy`` behind it; add the digests of ``sealed`` blocks."""
+        read = staged.digests
+        if read is not None:
+            digests.append(lambda: array("Q", map(read().__getitem__, sealed)))
+        with ExitStack() as undo:
+            undo.callback(staged.release)  # after an error, nothing of it is in flight
+            ahead = Ahead(staged.lane, staged.work)
+            in_flight = self._streams.launch(kind, fence, copy, ahead=ahead)
+            undo.pop_all()
+        return in_flight
 
     def _load(
         self,
@@ -104,18 +145,23 @@ class ChunkCopier:
             good, cause = self._verified(part, sealed, None) or (good, cause)
         blocks, slots = part.block_ids[:good], part.slots[:good]
         kind, digests = TransferType.CPU_TO_GPU, list[Digests]()
+        whole = GroupBlocks(part.group, blocks, slots)
+        staged = self._stage(kind, whole, sealed) if sync is None else None
 
         def copy() -> None:
-            if sync is None:
-                self._copier.enqueue_load(part.group, blocks, slots)
-                if launched is not None:
-                    launched(self._streams.fence())
-            else:
+            if sync is not None:
                 self._load_layers(sync, part.group, blocks, slots)
+            elif staged is None:
+                self._copier.enqueue_load(part.group, blocks, slots)
+            if sync is None and launched is not None:
+                launched(self._streams.fence())
 
-        digest = self._digest(part, sealed, digests)
-        in_flight = self._streams.launch(kind, fence, copy, digest)
-        return ChunkCopy(part, kind, good, cause, in_flight, sealed, digests)
+        if staged is not None:
+            in_flight = self._launch_staged(kind, fence, copy, staged, sealed, digests)
+        else:
+            digest = self._digest(part, sealed, digests)
+            in_flight = self._streams.launch(kind, fence, copy, digest)
+        return ChunkCopy(part, kind, good, cause, in_flight, sealed, digests, staged)
 
     def _load_layers(
         self, sync: SyncLoad, group: int, blocks: array[int], slots: array[int]
@@ -141,10 +187,10 @@ class ChunkCopier:
                 return number, FailureCause.MISSING
         return len(part.slots), None
 
-    def _seal(self, chunk: ChunkCopy) -> None:
+    def _seal(self, chunk: ChunkCopy, found: array[int] | None) -> None:
         slots = [chunk.part.slots[i] for i in chunk.sealed]
-        if chunk.digests:
-            for slot, digest in zip(slots, chunk.digests[0](), strict=True):
+        if found is not None:
+            for slot, digest in zip(slots, found, strict=True):
                 self._store.digests.put(slot, digest)
             return
         for slot in slots:

@@ -23,7 +23,7 @@ from kvconnect import threads
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy.base import Copier
 from kvconnect.errors import TransferFailed, contained
-from kvconnect.offload.chunk_copy import ChunkCopier, ChunkCopy
+from kvconnect.offload.chunk_copy import DIRECTIONS, ChunkCopier, ChunkCopy
 from kvconnect.offload.copy_schedule import Chunks, CopySchedule
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.layer_loads import SyncLoad, SyncLoads
@@ -104,11 +104,13 @@ class CopyExecutor:
         self._wake = threading.Condition()
         block_bytes = [group.block_bytes for group in geometry.groups]
         groups = range(len(block_bytes))
-        descriptors = {
-            TransferType.CPU_TO_GPU: [copier.descriptors("load", group) for group in groups],
-            TransferType.GPU_TO_CPU: [copier.descriptors("store", group) for group in groups],
-        }
-        self._schedule: CopySchedule[_Task] = CopySchedule(block_bytes, store_rate, descriptors)
+        descriptors, most_blocks = (
+            {kind: [of(DIRECTIONS[kind], group) for group in groups] for kind in DIRECTIONS}
+            for of in (copier.descriptors, copier.most_blocks)
+        )
+        self._schedule: CopySchedule[_Task] = CopySchedule(
+            block_bytes, store_rate, descriptors, most_blocks
+        )
         self._waiters: dict[TransferType, _Waiter] = {}
         self._in_flight: list[_Launched] = []
         self._landed: deque[_Launched] = deque()  # in flight until the copy thread takes them

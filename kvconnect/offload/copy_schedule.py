@@ -9,12 +9,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from kvconnect.copy.base import MAX_DESCRIPTORS
+from kvconnect.copy.base import MAX_IN_FLIGHT
 from kvconnect.offload.messages import GroupBlocks
 from kvconnect.types import TransferType
-
-MAX_IN_FLIGHT = 4
-"""Chunks of one direction in flight: the link has work while the next one is launched."""
 
 CHUNK_BYTES = 8 << 20
 """Smallest chunk, and the size until the link's rate is known."""
@@ -97,16 +94,16 @@ class Chunks:
         return bool(self._parts)
 
     def cut(
-        self, nbytes: int, block_bytes: Sequence[int], descriptors: Sequence[int] = ()
+        self, nbytes: int, block_bytes: Sequence[int], most_blocks: Sequence[int] = ()
     ) -> GroupBlocks:
-        """Return the next chunk: at most ``nbytes`` and ``MAX_DESCRIPTORS``, but at least one
-        block. ``block_bytes``, ``descriptors``: of a block, by group."""
+        """Return the next chunk: at most ``nbytes`` and ``most_blocks``, but at least one block.
+        ``block_bytes``: of a block; ``most_blocks``: 0 for no limit; both by group."""
         part, start = self._parts[0], self._start
         count = len(part.slots)
         if not self._whole:
             fit = nbytes // block_bytes[part.group]
-            if descriptors and descriptors[part.group]:
-                fit = min(fit, MAX_DESCRIPTORS // descriptors[part.group])
+            if most_blocks and most_blocks[part.group]:
+                fit = min(fit, most_blocks[part.group])
             count = max(1, fit)
         self._start = start + count
         if self._start >= len(part.slots):
@@ -140,7 +137,8 @@ class CopySchedule(Generic[Job]):
     """Queues of loads and stores. Loads go first; each direction has its own chunks in flight.
 
     ``block_bytes``: of one block, by group. ``store_rate``: see :class:`RateLimiter`.
-    ``descriptors``: of one block, by direction and group (:meth:`Copier.descriptors`).
+    ``descriptors``: of one block, and ``most_blocks``: of one chunk, by direction and group
+    (:class:`Copier` has both).
     """
 
     def __init__(
@@ -148,10 +146,13 @@ class CopySchedule(Generic[Job]):
         block_bytes: Sequence[int],
         store_rate: int = 0,
         descriptors: Mapping[TransferType, Sequence[int]] | None = None,
+        most_blocks: Mapping[TransferType, Sequence[int]] | None = None,
     ) -> None:
         self.sizes = {kind: ChunkSize() for kind in _KINDS}
         self._block_bytes = block_bytes
-        self._descriptors = descriptors or dict.fromkeys(_KINDS, [0] * len(block_bytes))
+        none = dict.fromkeys(_KINDS, [0] * len(block_bytes))
+        self._descriptors = descriptors or none
+        self._most_blocks = most_blocks or none
         self._queues: dict[TransferType, deque[Job]] = {kind: deque() for kind in _KINDS}
         self._in_flight = dict.fromkeys(_KINDS, 0)
         self._limiter = RateLimiter(store_rate)
@@ -184,8 +185,8 @@ class CopySchedule(Generic[Job]):
 
     def cut(self, job: Job) -> GroupBlocks:
         """Return a job's next chunk."""
-        nbytes, descriptors = self.sizes[job.kind].nbytes, self._descriptors[job.kind]
-        return job.chunks.cut(nbytes, self._block_bytes, descriptors)
+        nbytes, most_blocks = self.sizes[job.kind].nbytes, self._most_blocks[job.kind]
+        return job.chunks.cut(nbytes, self._block_bytes, most_blocks)
 
     def submitted(self, kind: TransferType, part: GroupBlocks, seconds: float) -> None:
         """Record how long the launch of a chunk took."""

@@ -75,6 +75,14 @@ class CompletedCopy(InFlightCopy):
         return self._seconds
 
 
+class Ahead(NamedTuple):
+    """Work of a copy on a stream of its own, which the copy waits for. Works with the same number
+    of a ``lane`` share a stream."""
+
+    lane: int
+    work: Callable[[], None]
+
+
 class Streams(ABC):
     """Runs copies. ``launch`` is for the copy thread, the rest for the engine's thread."""
 
@@ -102,9 +110,11 @@ class Streams(ABC):
         fence: Fence,
         copy: Callable[[], None],
         digest: Callable[[], None] | None = None,
+        ahead: Ahead | None = None,
     ) -> InFlightCopy:
         """Start ``copy`` after ``fence``, in order with other copies of its kind.
 
+        ``ahead`` comes after ``fence`` and before ``copy``, beside earlier copies of its kind.
         ``digest`` reads the blocks of the KV cache: those to be stored, or those that were loaded.
         It delays no later copy. The copy ends when both have ended.
 
@@ -137,8 +147,11 @@ class HostStreams(Streams):
         fence: Fence,  # noqa: ARG002
         copy: Callable[[], None],
         digest: Callable[[], None] | None = None,
+        ahead: Ahead | None = None,
     ) -> InFlightCopy:
         started = time.perf_counter()
+        if ahead is not None:
+            ahead.work()
         copy()
         seconds = time.perf_counter() - started
         if digest is not None:
@@ -147,11 +160,13 @@ class HostStreams(Streams):
 
 
 class CopyEvents(NamedTuple):
-    """Points in the device's work around one copy. ``digested`` is recorded only with a digest."""
+    """Points in the device's work around one copy. ``digested`` is recorded only with a digest,
+    ``arrived`` only behind work ahead of the copy."""
 
     start: OwnEvent
     end: OwnEvent
     digested: OwnEvent
+    arrived: OwnEvent
 
 
 class EventPool:
@@ -165,7 +180,8 @@ class EventPool:
     def take(self) -> CopyEvents:
         with suppress(IndexError):
             return self._free.pop()
-        return CopyEvents(self._make(True), self._make(True), self._make(False))
+        make = self._make
+        return CopyEvents(make(True), make(True), make(False), make(False))
 
     def give(self, events: CopyEvents) -> None:
         """Take back events that the device has passed."""
@@ -189,7 +205,7 @@ class CudaInFlightCopy(InFlightCopy):
 
     def wait(self) -> float:
         if self._seconds is None:
-            start, end, digested = self._events
+            start, end, digested, _ = self._events
             try:
                 use_device(self._device)
                 end.synchronize()  # blocks this thread only
@@ -220,7 +236,8 @@ def draining(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 class CudaStreams(Streams):
-    """Streams of a CUDA device: per direction, one for copies and one for their digests.
+    """Streams of a CUDA device: per direction, one for copies, one for their digests, and those of
+    the work ahead of copies.
 
     Requests wait for loads, so the streams of stores have a lower priority.
     """
@@ -236,6 +253,7 @@ class CudaStreams(Streams):
             }
             for _ in range(2)
         )
+        self._lanes: dict[tuple[TransferType, int], torch.cuda.Stream] = {}
         self._pool = EventPool(self._event)
 
     def fence(self) -> Fence:
@@ -260,6 +278,7 @@ class CudaStreams(Streams):
         fence: Fence,
         copy: Callable[[], None],
         digest: Callable[[], None] | None = None,
+        ahead: Ahead | None = None,
     ) -> InFlightCopy:
         use_device(self._device)
         stream = self._copies[kind]
@@ -268,6 +287,9 @@ class CudaStreams(Streams):
             with draining(stream):
                 stream.wait_event(fence)
                 events.start.record()
+                if ahead is not None:
+                    self._launch_ahead(kind, fence, ahead, events.arrived)
+                    stream.wait_event(events.arrived)
                 copy()
                 events.end.record()
                 if digest is not None:
@@ -279,6 +301,17 @@ class CudaStreams(Streams):
 
     def _event(self, timing: bool = False) -> OwnEvent:
         return OwnEvent(self._device, self._context, timing)
+
+    def _launch_ahead(self, kind: TransferType, fence: Fence, ahead: Ahead, end: OwnEvent) -> None:
+        key = kind, ahead.lane
+        if key not in self._lanes:
+            urgent = kind is TransferType.CPU_TO_GPU
+            self._lanes[key] = own_stream(self._device, urgent=urgent)
+        stream = self._lanes[key]
+        with draining(stream):
+            stream.wait_event(fence)
+            ahead.work()
+            end.record()
 
     def _launch_digest(
         self, kind: TransferType, fence: Fence, digest: Callable[[], None], end: OwnEvent

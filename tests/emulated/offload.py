@@ -17,6 +17,7 @@ import torch
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
+from kvconnect.copy.staged import Staging
 from kvconnect.offload import copy_executor, copy_schedule, host_tier, layer_loads
 from kvconnect.offload.host_tier import HostTier
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks
@@ -27,6 +28,13 @@ from tests.emulated.world import World
 BLOCKS, LAYERS, RUN, SLOTS = 6, 3, 64, 3
 STEPS = 7
 PATIENCE_S = 1e9  # the world's time; no deadline plays a part here
+
+CHOICES = {
+    "kernel": CopyThreshold(1 << 30, 1 << 30, fewest_rows=1),
+    "dma": CopyThreshold(0, 0),
+    "staged": CopyThreshold(0, 0, staged_store=1 << 30, staged_load=1 << 30),
+}
+SEGMENT_BYTES = 2048
 
 LARGE_RUN = 128  # blocks of these are hashed on the device
 
@@ -41,7 +49,7 @@ class Shape:
     """What a run is like."""
 
     run: int
-    kernel: bool
+    way: str
     digest: str
     micro_batches: int
     hooks: bool
@@ -52,8 +60,8 @@ class Shape:
     @classmethod
     def drawn(cls, random: Random) -> Shape:
         return cls(
-            run=random.choice((RUN, RUN, LARGE_RUN)),
-            kernel=random.random() < 0.25,
+            run=random.choice((RUN, LARGE_RUN)),
+            way=random.choice(("kernel", "dma", "dma", "staged")),
             digest=random.choice(("off", "full")),
             micro_batches=random.choice((1, 2)),
             hooks=random.random() < 0.8,
@@ -104,10 +112,11 @@ class Worker:
         self.wrong: list[tuple[Request, str]] = []
 
     def _copier(self, area: OnDevice, arena: torch.Tensor, geometry: Geometry) -> CudaCopier:
-        limit = 1 << 30 if self.shape.kernel else 0
         driver = EmulatedDriver(self.emulator, self.shape.breaks)
-        choice = CopyThreshold(limit, limit, fewest_rows=1)
-        return CudaCopier(area.tensor, arena, geometry, driver, choice)
+        make_staging = partial(Staging, driver, segment_bytes=SEGMENT_BYTES)
+        return CudaCopier(
+            area.tensor, arena, geometry, driver, CHOICES[self.shape.way], make_staging
+        )
 
     def run(self) -> None:
         """Some steps, and the last words of all jobs."""

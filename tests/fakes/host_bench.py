@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import copy_cuda, copy_executor
 from kvconnect.cache.layout import Geometry
+from kvconnect.copy import calibration, cuda
 from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
 from kvconnect.offload.host_arena import HostArena
@@ -67,6 +68,8 @@ def use_host(monkeypatch: pytest.MonkeyPatch, driver: type[FakeDriver]) -> None:
         "open_driver": lambda device: driver(),
     }.items():
         monkeypatch.setattr(copy_cuda, name, value)
+    for module in (calibration, cuda):
+        monkeypatch.setattr(module, "SAMPLE_BYTES", MIB)
     for name, number in {"BLOCK_BYTES": 8192, "JOB_BYTES": 8 * 8192, "HOG_US": 10}.items():
         monkeypatch.setattr(copy_executor, name, number)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -28,7 +28,7 @@ from kvconnect.offload.messages import LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import make_streams  # noqa: E402
 from kvconnect.testing.buffers import PageMemory, phased_unit, plain_unit, split_unit  # noqa: E402
 from kvconnect.types import TransferType  # noqa: E402
-from tests.gpu.worker import DEVICE, DMA, KERNEL, Worker, layers, noise  # noqa: E402
+from tests.gpu.worker import DEVICE, DMA, KERNEL, STAGED, Worker, layers, noise  # noqa: E402
 
 POISON = 0xA5
 ways = pytest.mark.parametrize("choice", [KERNEL, DMA], ids=["kernel", "dma"])
@@ -157,6 +157,25 @@ def test_digests_of_more_blocks_than_one_launch_sums(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda, "_SUMS_BYTES", 1 << 20)  # of 16 MiB
     check_digests((ByteRun(0, 4096, 4096),), 5_000)
     check_digests((ByteRun(0, 3 << 20, 3 << 20),), 7)
+
+
+def test_staged_blocks_have_their_bytes_and_digests() -> None:
+    """More chunks than there are segments, in both directions at once."""
+    worker = Worker(STAGED, blocks=256, page=64 << 10)
+    before = worker.area.clone()
+    worker.submit(1, StoreBlocks, range(256))
+    assert worker.ended(1) == [1]
+    worker.area.view(2, 256, -1)[:, :128].zero_()
+    worker.submit(2, LoadBlocks, range(128))
+    worker.submit(3, StoreBlocks, range(128, 256))
+    assert sorted(worker.ended(2)) == [2, 3]
+    torch.cuda.synchronize()
+    assert torch.equal(worker.area, before)
+    worker.store.view(7)[3] ^= 1  # negative control: what is damaged is found
+    worker.submit(4, LoadBlocks, range(128))
+    (done,) = worker.finished(1)
+    assert done.report.failures[0].slot == 7
+    worker.close()
 
 
 @pytest.mark.parametrize(

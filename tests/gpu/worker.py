@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy import open_driver
 from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
+from kvconnect.copy.staged import Staging
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks
@@ -19,6 +21,7 @@ from kvconnect.types import JobId
 
 DEVICE = torch.device("cuda")
 KERNEL, DMA = CopyThreshold(1 << 40, 1 << 40, fewest_rows=1), CopyThreshold(0, 0)
+STAGED = CopyThreshold(0, 0, staged_store=1 << 40, staged_load=1 << 40)
 PATIENCE_S = 60.0
 
 
@@ -44,7 +47,8 @@ class Worker:
         assert self.store.pin()
         self.driver = open_driver(DEVICE)
         arena = self.store.tensor()
-        self.copier = CudaCopier(self.area, arena, self.geometry, self.driver, choice)
+        staging = partial(Staging, self.driver, segment_bytes=16 << 20)
+        self.copier = CudaCopier(self.area, arena, self.geometry, self.driver, choice, staging)
         self.executor = CopyExecutor(self.copier, self.store, self.geometry, make_streams(DEVICE))
         torch.cuda.synchronize()
 

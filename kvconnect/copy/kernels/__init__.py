@@ -19,6 +19,8 @@ KERNELS = {
     "pack_blocks": "blocks",
     "unpack_blocks": "blocks",
     "hash_blocks": "digest",
+    "gather_staged": "digest",
+    "scatter_staged": "digest",
 }
 """Kernel -> its family."""
 

@@ -61,6 +61,26 @@ def digest_blocks(area: Memory, table: Sequence[int], ids: Sequence[int]) -> lis
     return digests
 
 
+def gather_staged(
+    area: Memory, staged: Memory, table: Sequence[int], ids: Sequence[int], stride: int
+) -> list[int]:
+    """Copy blocks to ``staged``, ``stride`` bytes apart; return their digests."""
+    for position, number in enumerate(ids):
+        for page, place in _page_runs(table, (number, position), stride):
+            staged[place] = area[page]
+    return digest_blocks(area, table, ids)
+
+
+def scatter_staged(
+    area: Memory, staged: Memory, table: Sequence[int], ids: Sequence[int], stride: int
+) -> list[int]:
+    """Copy blocks from ``staged``, ``stride`` bytes apart; return their digests."""
+    for position, number in enumerate(ids):
+        for page, place in _page_runs(table, (number, position), stride):
+            area[page] = staged[place]
+    return digest_blocks(area, table, ids)
+
+
 def _rows(table: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     for i in range(0, len(table), ROW):
         offset, stride, length, place = table[i : i + ROW]

@@ -1,4 +1,4 @@
-"""Kernel or DMA: the choice from measurements, and the file that keeps it."""
+"""Kernel, staging or DMA: the choice from measurements, and the file that keeps it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
@@ -28,12 +29,15 @@ from kvconnect.copy.calibration import (  # noqa: E402
     CopyThreshold,
     calibrated,
     choose,
+    measure,
     scattered,
 )
 from kvconnect.copy.cuda import sample_move  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
 
 SMALL, MIDDLE, LARGE = PAGES[0], PAGES[2], PAGES[-1]
+
+KERNELS = CopyThreshold(LARGE, LARGE, grid=2)  # where all grids are as fast
 
 
 def times(kernel: float, dma_by_page: dict[int, float]) -> dict[tuple[str, str, int], float]:
@@ -59,6 +63,29 @@ def test_the_kernel_is_chosen_while_it_wins(dma: list[float], store: int, load: 
     assert found == CopyThreshold(store=store, load=load)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "staged", "above", "limit"),
+    [
+        (9.0, [0.9, 1.0, 1.1, 1.0, 1.0], 0, LARGE),
+        (9.0, [1.0, 1.1, 1.2, 1.0, 1.0], 0, PAGES[1]),  # a late win is noise
+        (9.0, [1.2, 1.0, 1.0, 1.0, 1.0], 0, 0),
+        (0.5, [1.0, 0.6, 0.6, 1.2, 0.6], PAGES[0], PAGES[2]),  # the kernel only wins at first
+        (0.5, [9.0] * 5, LARGE, 0),
+    ],
+)
+def test_staging_is_chosen_where_it_is_about_as_fast_as_dma(
+    kernel: float, staged: list[float], above: int, limit: int
+) -> None:
+    seconds = times(kernel, dict.fromkeys(PAGES, 1.0))
+    for page, taken in zip(PAGES, staged, strict=True):
+        seconds["store", "staged", page] = seconds["load", "staged", page] = taken
+    found = choose(seconds)
+    assert found == CopyThreshold(above, above, staged_store=limit, staged_load=limit)
+    ways = [found.method("load", page) for page in PAGES]
+    assert ways.count("kernel") == sum(page <= above for page in PAGES)
+    assert ways.count("staged") == sum(above < page <= limit for page in PAGES)
+
+
 def driver_where_kernels_win() -> FakeDriver:
     driver = FakeDriver()
     driver.speed = lambda calls: 2.0 if "copy_batch" in calls else 1.0
@@ -77,7 +104,26 @@ class Counted:
 
     def __call__(self, direction: str, way: str, page: int) -> None:
         self.moves += 1
-        self.driver.note("copy_batch" if way == "dma" else "kernel")
+        self.driver.note(way if way.startswith("kernel") else "copy_batch")
+
+
+@pytest.mark.parametrize("grid", [2, 4, 8, 16])
+def test_the_kernel_takes_no_more_multiprocessors_than_it_needs(grid: int) -> None:
+    driver = driver_where_kernels_win()
+
+    def speed(calls: list[str]) -> float:
+        if "copy_batch" in calls:
+            return 2.0
+        _, _, blocks = calls[0].partition("/")
+        return 1.06 if blocks and int(blocks) < grid else 1.04 if blocks else 1.0
+
+    driver.speed = speed
+    found = measure(driver, Counted(driver))
+    assert found.threshold == CopyThreshold(LARGE, LARGE, grid=grid)
+    driver.calls.clear()
+    driver.speed = lambda calls: 1.0  # control: no kernel is chosen, so none is measured again
+    assert measure(driver, Counted(driver)).threshold.grid == 16
+    assert not any(call.startswith("kernel/") for call in driver.calls)
 
 
 def files(folder: Path) -> list[Path]:
@@ -88,7 +134,7 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     driver = driver_where_kernels_win()
     first, second = Counted(driver), Counted(driver)
     choice = calibrated(driver, first.make, tmp_path)
-    assert choice.threshold == CopyThreshold(LARGE, LARGE) and first.moves > 0
+    assert choice.threshold == KERNELS and first.moves > 0
     rate = round(SAMPLE_BYTES * REPEATS / 1e9, 2)
     assert choice.gbps == {"store": [rate] * len(PAGES), "load": [rate] * len(PAGES)}
     assert calibrated(driver, second.make, tmp_path) == choice
@@ -99,6 +145,7 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 2
 
 
+LIMITS = '"store": 0, "load": 0, "staged_store": 0, "staged_load": 0, "grid": 4'
 RATES = json.dumps({"store": [1.0] * len(PAGES), "load": [1.0] * len(PAGES)})
 
 
@@ -107,9 +154,9 @@ def test_a_good_file_is_taken(tmp_path: Path) -> None:
     driver = driver_where_kernels_win()
     calibrated(driver, Counted(driver).make, tmp_path)
     (path,) = files(tmp_path)
-    path.write_text(f'{{"machine": "fake", "store": 0, "load": 0, "gbps": {RATES}}}')
+    path.write_text(f'{{"machine": "fake", {LIMITS}, "gbps": {RATES}}}')
     again = Counted(driver)
-    assert calibrated(driver, again.make, tmp_path).threshold == DMA_ONLY
+    assert calibrated(driver, again.make, tmp_path).threshold == replace(DMA_ONLY, grid=4)
     assert again.moves == 0
 
 
@@ -120,7 +167,7 @@ def test_a_good_file_is_taken(tmp_path: Path) -> None:
         "{",
         "[]",
         "{}",
-        '{"machine": "fake", "store": 0, "load": 0}',
+        f'{{"machine": "fake", {LIMITS}}}',
         f'{{"machine": "fake", "store": 1, "load": 0, "gbps": {RATES}}}',
         f'{{"machine": "fake", "store": [], "load": 0, "gbps": {RATES}}}',
         f'{{"machine": "other", "store": 0, "load": 0, "gbps": {RATES}}}',
@@ -135,7 +182,7 @@ def test_a_broken_file_is_measured_again_and_replaced(tmp_path: Path, content: s
     good = path.read_text()
     path.write_text(content)
     again = Counted(driver)
-    assert calibrated(driver, again.make, tmp_path).threshold == CopyThreshold(LARGE, LARGE)
+    assert calibrated(driver, again.make, tmp_path).threshold == KERNELS
     assert again.moves > 0
     assert json.loads(path.read_text()) == json.loads(good)
     names = {"copy.lock", path.name}
@@ -146,7 +193,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     driver = driver_where_kernels_win()
     choice = calibrated(driver, Counted(driver).make, tmp_path / "file" / "folder")
-    assert choice.threshold == CopyThreshold(LARGE, LARGE)
+    assert choice.threshold == KERNELS
 
 
 def test_without_kernels_dma_alone_is_measured(tmp_path: Path) -> None:
@@ -187,6 +234,13 @@ def test_a_sample_is_copied_both_ways(monkeypatch: pytest.MonkeyPatch, tmp_path:
         move(direction, "dma", MIDDLE)
         assert driver.calls == ["upload", kernel, "copy_batch"]
         driver.calls.clear()
+        move(direction, "staged", MIDDLE)
+        copies = ["copy_batch", f"{kernel[:-6]}_staged"]  # the first takes the ids there
+        moved = ["copy_batch"]  # one copy a block
+        assert driver.calls == (copies + moved if direction == "store" else moved + copies)
+        for page in PAGES:
+            move(direction, "staged", page)
+        driver.calls.clear()
     for number in (0, 1):  # no memory on the device, or on the host
         make = partial(sample_move, FakeDriver(number))
         assert calibrated(FakeDriver(), make, tmp_path).threshold == DEFAULT
@@ -203,7 +257,7 @@ def test_a_user_without_a_home_measures_every_time(monkeypatch: pytest.MonkeyPat
     driver = driver_where_kernels_win()
     for _ in range(2):
         moves = Counted(driver)
-        assert calibrated(driver, moves.make).threshold == CopyThreshold(LARGE, LARGE)
+        assert calibrated(driver, moves.make).threshold == KERNELS
         assert moves.moves > 0
 
 
@@ -274,7 +328,7 @@ def test_a_lock_that_is_not_given_back_only_delays(
     with (tmp_path / "copy.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         choice = calibrated(driver, Counted(driver).make, tmp_path)
-    assert choice.threshold == CopyThreshold(LARGE, LARGE)
+    assert choice.threshold == KERNELS
     assert "without a lock" in caplog.text
 
 

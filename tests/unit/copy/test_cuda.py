@@ -281,7 +281,7 @@ def make(
     copy._warn_once.cache_clear()
     monkeypatch.setattr(calibration, "REPEATS", 1)
     for module in ("calibration", "cuda"):
-        monkeypatch.setattr(f"kvconnect.copy.{module}.SAMPLE_BYTES", PAGES[-1])
+        monkeypatch.setattr(f"kvconnect.copy.{module}.SAMPLE_BYTES", 4 * PAGES[-1])
 
     def make(opened: Callable[[object], FakeDriver], pinned: bool = True) -> copy.Copier:
         monkeypatch.setattr(copy, "open_driver", opened)
@@ -293,10 +293,20 @@ def make(
 
 def test_a_cuda_area_gets_the_cuda_copier(make: Callable[..., copy.Copier]) -> None:
     driver = FakeDriver()
-    driver.speed = lambda calls: 1.0 if "copy_batch" in calls else 2.0
+    driver.speed = lambda calls: 1.0 if {*calls} == {"copy_batch"} else 2.0
     copier = make(lambda device: driver)
     assert isinstance(copier, CudaCopier)
     assert copier.method("load", 1) == "dma"  # as measured
+    assert copier.stage("load", 1, [0], [0], hashed=False) is None
+
+
+def test_what_is_measured_may_be_staging(make: Callable[..., copy.Copier]) -> None:
+    driver = FakeDriver()
+    driver.speed = lambda calls: 1.0 if "copy_batch" in calls else 2.0
+    copier = make(lambda device: driver)
+    assert isinstance(copier, CudaCopier)
+    assert copier.method("load", 0) == "staged"
+    assert copier.stage("load", 0, [0], [0], hashed=False) is not None
 
 
 NO_CUPY = "CuPy is not installed; install kvconnect[cuda12]"

@@ -242,6 +242,48 @@ def test_digest_of_any_block(nbytes: int, cuts: set[int], at: int, piece: int) -
     check_digests(cut(nbytes, sorted(c for c in cuts if c < nbytes), at, at % 3), nbytes, piece)
 
 
+def check_staged(segments: list[ByteRun], nbytes: int, piece: int, grid: int = 2) -> None:
+    """Move blocks out of one cache and into another, with and without their digests."""
+    size = max(s.offset + 3 * s.stride for s in segments)
+    area, other = noise(size, nbytes), noise(size, nbytes + 1)
+    ids, table = array("q", [2, 0, 1]), page_table(segments, piece)
+    stride = -(-nbytes // 16) * 16
+    wanted_copy, wanted_area = bytearray([POISON]) * (3 * stride + 8), bytearray(other)
+    views = memoryview(wanted_copy), memoryview(wanted_area)
+    wanted = reference.gather_staged(memoryview(area), views[0], table, ids, stride)
+    assert reference.scatter_staged(views[1], views[0], table, ids, stride) == wanted
+    assert wanted_area != other  # negative control
+    for hashes in (nbytes > kernels.DIGEST_OVER, False):
+        copy, target = bytearray([POISON]) * len(wanted_copy), bytearray(other)
+        for kernel, cache in (("gather_staged", area), ("scatter_staged", target)):
+            steps = -(-nbytes // kernels.DIGEST_STEP_BYTES)
+            sums = array("Q", [POISON]) * (steps * kernels.DIGEST_LANES * 3 + 1)
+            found, ready = array("Q", [POISON]) * 4, array("q", [0])
+            sources = address(cache), address(table), long_(len(table) // kernels.ROW), address(ids)
+            results = address(sums), address(ready), address(found) if hashes else long_(0)
+            places = address(copy), long_(stride)
+            arguments = [*sources, long_(3), long_(nbytes), *results, *places]
+            launch_on_host(kernel, grid, 64, arguments, seed=3)
+            assert found.tolist() == ([*wanted, POISON] if hashes else [POISON] * 4)
+            assert ready[0] == 0 and sums[-1] == POISON
+        assert copy == wanted_copy and target == wanted_area
+
+
+@pytest.mark.parametrize("nbytes", [1, 16, 240, *LENGTHS])
+@pytest.mark.parametrize("cuts", [1, 2, 5])
+def test_blocks_move_and_are_hashed(nbytes: int, cuts: int) -> None:
+    generator = random.Random(nbytes + cuts)
+    ends = sorted(generator.sample(range(1, nbytes), min(cuts, nbytes) - 1))
+    check_staged(cut(nbytes, ends, 3 if cuts > 2 else 0, generator.randrange(9)), nbytes, 900)
+
+
+@pytest.mark.parametrize("at", [0, 1, 8])
+@pytest.mark.parametrize("run", [1024, 8448, 16_384])
+def test_blocks_move_in_runs_that_steps_fit_and_cross(run: int, at: int) -> None:
+    for nbytes in (3 * run, 3 * run - 65):
+        check_staged(cut(nbytes, [run, 2 * run], at, 0), nbytes, kernels.PIECE_BYTES, grid=3)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_last_thread_block_folds_whichever_it_is(seed: int) -> None:
     """The control: if one seems to be ready that is not, one folds too early, or none does."""

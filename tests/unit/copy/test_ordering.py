@@ -78,6 +78,11 @@ def is_exempt(site: Site) -> bool:
         return True  # a forward comes after what its scheduler launched before
     if "_launch_digest" in callers and "synchronize stream" in site:
         return True  # without it, memory that torch took back would be written; the model's stays
+    staged = "_launch_staged" in callers
+    if staged and "CudaStreams.launch:" in site[1] and "(fence)" in text:
+        return True  # the work ahead of the copy waits for it, and this only tells the time
+    if staged and "CudaStreams.launch:" in site[2] and "synchronize stream" in site:
+        return True  # what breaks off is that work, and its stream is waited for, too
     return text == TIMING or (
         ("offload/" in callers or "disaggregation/" in callers)
         and any(n in site[1] for n in ELSEWHERE)

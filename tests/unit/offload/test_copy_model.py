@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import copy_model
 from benchmarks.copy_model import CASES, Case, link_ratio, measure
-from kvconnect.copy import cuda
+from kvconnect.copy import calibration, cuda
 from kvconnect.offload import copy_schedule
 
 
@@ -75,11 +75,30 @@ def test_limits_cost_no_rate(run_kib: int) -> None:
     assert link_ratio(case) >= 0.99 * link_ratio(replace(case, limited=False))
 
 
+@pytest.mark.parametrize("gbps", [25, 55, 200])
+@pytest.mark.parametrize("run_kib", [16, 32, 64, 1024])
+def test_staged_copies_fill_any_link_and_most_of_it_beside_prefill(
+    run_kib: int, gbps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{run_kib}k_{gbps}_full"
+    assert link_ratio(CASES[name]) >= 0.95
+    assert link_ratio(CASES[f"{name}_busy"]) >= 0.85
+    monkeypatch.setattr(calibration, "SEGMENT_S", 0.0)  # negative control: small segments
+    monkeypatch.setattr(calibration, "SMALLEST_SEGMENT", 4 << 20)
+    assert link_ratio(CASES[f"{name}_busy"]) < 0.5
+
+
+@pytest.mark.parametrize("run_kib", [16, 32, 64])
+def test_one_copy_a_run_fills_no_fast_link(run_kib: int) -> None:
+    """Negative control: what staging is for."""
+    assert link_ratio(CASES[f"{run_kib}k_200_off_dma"]) < 0.4
+
+
 @pytest.mark.parametrize("gbps", [25, 55])
 def test_digests_beside_prefill_leave_the_link_full(
     gbps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = CASES[f"1024k_{gbps}_full_busy"]
+    case = CASES[f"1024k_{gbps}_full_busy_dma"]
     assert link_ratio(case) >= 0.95
     monkeypatch.setattr(cuda, "_SUMS_BYTES", 1 << 20)  # negative control: many launches
     assert link_ratio(case) < 0.4

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvconnect.copy.base import MAX_DESCRIPTORS
+from kvconnect.copy.base import MAX_DESCRIPTORS, MAX_IN_FLIGHT, Copier, Direction
 from kvconnect.offload import copy_schedule
 from kvconnect.offload.copy_schedule import (
     CHUNK_BYTES,
     CHUNK_S,
-    MAX_IN_FLIGHT,
     Chunks,
     ChunkSize,
     CopySchedule,
@@ -105,11 +104,18 @@ def test_parts_are_cut_by_the_bytes_of_their_group() -> None:
 
 
 def test_a_chunk_has_no_more_descriptors_than_one_call_takes() -> None:
+    class Batches(Copier):
+        store = load = None  # type: ignore[assignment]
+
+        def descriptors(self, direction: Direction, group: int) -> int:
+            return (128, 0, 2000)[group]
+
     assert MAX_DESCRIPTORS == 1024
+    most = [Batches().most_blocks("load", group) for group in range(3)]
     chunks = Chunks([blocks(20), blocks(20, 1), blocks(2, 2)])
     found = []
     while chunks:
-        part = chunks.cut(1 << 30, [MIB] * 3, [128, 0, 2000])
+        part = chunks.cut(1 << 30, [MIB] * 3, most)
         found.append((part.group, len(part.slots)))
     assert found == [(0, 8), (0, 8), (0, 4), (1, 20), (2, 1), (2, 1)]
 

@@ -22,13 +22,13 @@ else:
 xxhash = pytest.importorskip("xxhash")
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry  # noqa: E402
+from kvconnect.copy.base import MAX_IN_FLIGHT  # noqa: E402
 from kvconnect.copy.calibration import CopyThreshold  # noqa: E402
 from kvconnect.copy.cuda import CudaCopier  # noqa: E402
 from kvconnect.errors import TransferFailed  # noqa: E402
 from kvconnect.offload import copy_schedule  # noqa: E402
 from kvconnect.offload import streams as streams_module  # noqa: E402
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy  # noqa: E402
-from kvconnect.offload.copy_schedule import MAX_IN_FLIGHT  # noqa: E402
 from kvconnect.offload.host_arena import HostArena  # noqa: E402
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import CudaStreams, Fence, InFlightCopy, Streams, make_streams  # noqa: E402
@@ -448,9 +448,9 @@ def test_events_are_used_again_once_their_copy_landed(cuda: CudaStreams) -> None
     made = FakeEvent.made
     for _ in range(5):
         assert cuda.run(LOAD, fence, nothing) == 1.5
-    assert FakeEvent.made == made + 3
+    assert FakeEvent.made == made + 4
     flights = [cuda.launch(LOAD, fence, nothing) for _ in range(3)]
-    assert FakeEvent.made == made + 9
+    assert FakeEvent.made == made + 12
     for flight in reversed(flights):
         flight.wait()
         flight.wait()
