@@ -27,6 +27,9 @@ KERNELS = {
 PIECE_BYTES = 8 << 10
 """Longest row of a table. A warp has 4 KiB in flight at a time; many warps share a long run."""
 
+IN_FLIGHT = 8
+"""Loads of a thread on their way at a time, as in ``runs.cuh``."""
+
 ROW = 4
 """Numbers per row of a table."""
 
@@ -80,8 +83,8 @@ def unit_table(
 
 
 def lanes_for(table: Sequence[int]) -> int:
-    """Return the threads per row: the 16-byte words of the median row, rounded down to a power of
-    two, from 1 to 32."""
+    """Return the threads per row: a power of two up to 32. Each has ``IN_FLIGHT`` words of 16 bytes
+    of the median row, since with more threads each would have fewer loads on their way."""
     lengths = sorted(table[2::ROW])
     words = lengths[len(lengths) // 2] // 16
-    return 1 << max(0, min(5, words.bit_length() - 1))
+    return 1 << max(0, min(5, (words // IN_FLIGHT).bit_length() - 1))

@@ -314,7 +314,13 @@ def test_tables_cut_long_runs_and_pad_short_phases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "lanes"), [(1, 1), (16, 1), (48, 2), (128, 8), (256, 16), (512, 32), (8192, 32)]
+    ("length", "lanes"),
+    [(1, 1), (128, 1), (255, 1), (512, 4), (1024, 8), (2048, 16), (4096, 32), (8192, 32)],
 )
-def test_short_runs_get_few_lanes(length: int, lanes: int) -> None:
+def test_short_runs_get_few_lanes_so_that_each_has_its_loads_on_their_way(
+    length: int, lanes: int
+) -> None:
     assert lanes_for(page_table([ByteRun(0, length, length)])) == lanes
+    words = length // 16
+    assert words < kernels.IN_FLIGHT or words // lanes >= kernels.IN_FLIGHT
+    assert f"#define IN_FLIGHT {kernels.IN_FLIGHT} " in (kernels.folder() / "runs.cuh").read_text()
