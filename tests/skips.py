@@ -18,6 +18,7 @@ MAY_SKIP = (
     "no Docker",
     "Docker without Compose",
     "no nvcc",
+    "no cuda.h",
     "no cuobjdump",
     "mounting a file system is not permitted here",
 )
