@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any, NoReturn, TextIO
 
 Refuse = Callable[[str], NoReturn]
@@ -29,7 +31,12 @@ def say(*lines: str, to: TextIO | None = None) -> None:
 
 
 class PlainParser(argparse.ArgumentParser):
-    """A parser whose errors are plain: they repeat arguments, and what servers answered."""
+    """A parser whose errors are plain, since they repeat arguments and what servers answered, and
+    one line each."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the command with status 2."""
+        self.exit(2, f"{self.prog}: error: {plain(message)}\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(plain_lines(message), file)
@@ -43,8 +50,30 @@ class PlainFormatter(logging.Formatter):
         return plain_lines(super().format(record))
 
 
-def log_to_stderr() -> None:
-    """Log from INFO on, for commands that run until they are stopped."""
+class JsonFormatter(logging.Formatter):
+    """Formats a log record as one line of JSON, with the time in UTC."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record's line (called by ``logging``)."""
+        shown = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            shown["exception"] = self.formatException(record.exc_info)
+        return json.dumps(shown)
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+def log_to_stderr(level: str = "info", form: str = "text") -> None:
+    """Log, for commands that run until they are stopped: from one of :data:`LOG_LEVELS` on, in one
+    of :data:`LOG_FORMATS`."""
     handler = logging.StreamHandler()
-    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    text = PlainFormatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
+    logging.basicConfig(level=level.upper(), handlers=[handler])

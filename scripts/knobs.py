@@ -93,6 +93,8 @@ KNOBS: dict[str, tuple[str, str]] = {
     "remote (mooncake).timeout_s": (_STORE, "round-trip times differ"),
     "remote (mooncake).buffer": (_STORE, "blocks of large models"),
     "--config": (_FLEET, "routers share flags"),
+    "--log-level": (_FLEET, "what is looked for differs"),
+    "--log-format": (_FLEET, "what collects logs differs"),
     "--prefill": (_EVERYBODY, "addresses differ"),
     "--decode": (_EVERYBODY, "addresses differ"),
     "--workers-file": (_FLEET, "engines come and go"),

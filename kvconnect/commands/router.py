@@ -17,7 +17,13 @@ from kvconnect.terminal import Refuse, log_to_stderr, say
 
 def add_command(commands: Any) -> None:
     """Add the command to ``commands``, a result of ``ArgumentParser.add_subparsers``."""
-    parser = commands.add_parser("router", help="serve prefill and decode engines as one")
+    parser = commands.add_parser(
+        "router",
+        help="serve prefill and decode engines as one",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="kvconnect router --prefill W... --decode W... [flags]",
+        epilog=flags.EXAMPLES,
+    )
     flags.add_flags(parser)
     parser.set_defaults(run=partial(run_router, parser.error))
 
@@ -37,7 +43,7 @@ def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
         origin = origins.get(error.field.replace("-", "_"))
         place = f" (set in {origin})" if origin else ""
         refuse(f"--{error.field} {error.value}: {error.fix}{place}")
-    log_to_stderr()
+    log_to_stderr(arguments.log_level, arguments.log_format)
     try:
         app.serve(options)
     except (ConfigError, OSError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ipaddress
 import itertools
 import logging
 import resource
@@ -110,11 +111,16 @@ class RouterHandlers:
         """Run the background tasks while the application runs."""
         await self._membership.start()
         yield
+        logger.info("stopped")
         await self._membership.stop()
         await self._services.draining_prefills.close()
         self._services.intake.close()
         self._client.close()
         await asyncio.to_thread(self._services.spans.close)
+
+    async def stopping(self, app: web.Application) -> None:  # noqa: ARG002
+        """Say that no new request is taken."""
+        logger.info("stopping; open requests have %g s to end", self._options.limits.drain_s)
 
     async def administer(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Serve the admin API while the application runs."""
@@ -174,6 +180,7 @@ def make_app(options: RouterOptions) -> web.Application:
     edge = RouterHandlers(options)
     app = web.Application(middlewares=[_authenticate(edge.tenants), _openai_errors])
     app.cleanup_ctx.append(edge.run)
+    app.on_shutdown.append(edge.stopping)
     if options.admin.token:
         app.cleanup_ctx.append(edge.administer)
     for api in APIS:
@@ -208,6 +215,9 @@ def serve(options: RouterOptions) -> None:
         host = f"[{at.host}]" if ":" in at.host else at.host
         scheme = "http" if context is None else "https"
         logger.info("router on %s://%s:%d", scheme, host, listener.getsockname()[1])
+        if not (at.api_keys or _is_loopback(at.host)):
+            text = "whoever reaches %s may use all engines: set --api-key-file, or --host 127.0.0.1"
+            logger.warning(text, host)
         # A collection over all start-up objects would delay requests by milliseconds.
         logging.getLogger("aiohttp.server").addFilter(_OneLineErrors())
         gc.collect()
@@ -256,6 +266,13 @@ class _OneLineErrors(logging.Filter):
             record.msg, record.args = "not an HTTP request: %s", (text,)
             return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
         return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def _body_memory_bytes(largest: int) -> int:

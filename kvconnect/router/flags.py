@@ -23,6 +23,20 @@ from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.router.requests.fields import check_named
 from kvconnect.secret_files import read_secret_text
+from kvconnect.terminal import LOG_FORMATS, LOG_LEVELS
+
+EXAMPLES = """\
+examples:
+  one engine for prefill, one for decode:
+    kvconnect router --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000
+  engines that compute the prompts that they answer:
+    kvconnect router --unified --decode http://10.0.0.1:8000 http://10.0.0.2:8000
+  clients with keys, and engines of a Kubernetes service:
+    kvconnect router --host 0.0.0.0 --api-key-file keys --prefill-kubernetes http://prefill:8000 \\
+      --decode-kubernetes http://decode:8000
+
+docs/router.md describes each flag, the admin API and the metrics.
+"""
 
 _ENGINE = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
 
@@ -31,10 +45,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag_sources.remember_given(parser)
     text = "YAML or JSON file with flags; those given here and in KVCONNECT_ROUTER_FLAG count first"
     parser.add_argument("--config", default="", metavar="PATH", help=text)
-    _add_engines(parser)
-    _add_listening(parser)
-    _add_choices(parser)
-    _add_limits(parser)
+    _add_logging(parser)
+    _add_engines(parser.add_argument_group("engines"))
+    _add_admin(parser.add_argument_group("admin API"))
+    _add_listening(parser.add_argument_group("clients"))
+    _add_choices(parser.add_argument_group("choice of engines"))
+    _add_limits(parser.add_argument_group("limits"))
 
 
 def extras_of(arguments: argparse.Namespace) -> list[str]:
@@ -136,7 +152,15 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
     )
 
 
-def _add_engines(parser: argparse.ArgumentParser) -> None:
+def _add_logging(parser: argparse.ArgumentParser) -> None:
+    for flag, choices, default in (
+        ("--log-level", LOG_LEVELS, "info"),
+        ("--log-format", LOG_FORMATS, "text"),
+    ):
+        parser.add_argument(flag, choices=choices, default=default, help="(default: %(default)s)")
+
+
+def _add_engines(parser: argparse._ArgumentGroup) -> None:
     add = parser.add_argument
     add("--prefill", nargs="+", default=[], metavar="W", help=f"engines that prefill: {_ENGINE}")
     add("--decode", nargs="+", default=[], metavar="W", help="engines that decode")
@@ -152,13 +176,16 @@ def _add_engines(parser: argparse.ArgumentParser) -> None:
         what = f"{role} engines: the ready endpoints of the Kubernetes service in the URL's host"
         add(f"--{role}-kubernetes", nargs="+", default=[], metavar="W", help=what)
     add("--etcd", default="", metavar="URL", help="etcd, and the prefix of keys that name engines")
-    access = AdminAccess()
+
+
+def _add_admin(parser: argparse._ArgumentGroup) -> None:
+    access, add = AdminAccess(), parser.add_argument
     add("--admin-token-file", default="", metavar="PATH", help="token for the admin API, else off")
     add("--admin-host", default=access.host, help="where it listens (default: %(default)s)")
     add("--admin-port", type=port, default=access.port, help="(default: %(default)s)")
 
 
-def _add_listening(parser: argparse.ArgumentParser) -> None:
+def _add_listening(parser: argparse._ArgumentGroup) -> None:
     default, add = Listening(), parser.add_argument
     add("--host", default=default.host, help="address to listen on (default: %(default)s)")
     add("--port", type=port, default=default.port, help="port (default: %(default)s)")
@@ -185,7 +212,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> None:
     add("--retention", type=float, default=default.retention_s, metavar="S", help=what)
 
 
-def _add_choices(parser: argparse.ArgumentParser) -> None:
+def _add_choices(parser: argparse._ArgumentGroup) -> None:
     default, add = RouterOptions((), ()), parser.add_argument
     exclusive = parser.add_mutually_exclusive_group()
     what = "engines compute the prompts that they answer: name all with --decode, no hand-offs"
@@ -227,7 +254,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         add(f"--{flag}", type=float, default=seconds, metavar="S", help=text)
 
 
-def _add_limits(parser: argparse.ArgumentParser) -> None:
+def _add_limits(parser: argparse._ArgumentGroup) -> None:
     default = RouterLimits()
     for flag, value, text in (
         ("timeout", default.timeout_s, "for a whole request"),

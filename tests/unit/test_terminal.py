@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import pytest
 
 from kvconnect import cli
 from kvconnect.doctor import Finding, FindingsReport
-from kvconnect.terminal import PlainFormatter, plain, plain_lines, say
+from kvconnect.terminal import JsonFormatter, PlainFormatter, plain, plain_lines, say
 
 HOSTILE = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\x7f"
 ADMIN_TOKEN = "0123456789abcdef"
@@ -140,3 +141,17 @@ def test_logs_of_commands() -> None:
     record = logging.LogRecord("x", logging.INFO, "", 0, "said: %s", (HOSTILE,), None)
     assert is_harmless(PlainFormatter("%(message)s").format(record))
     assert not is_harmless(logging.Formatter("%(message)s").format(record))  # control
+    line = JsonFormatter().format(record)
+    assert json.loads(line)["message"] == f"said: {HOSTILE}"
+    assert is_harmless(line) and len(line.splitlines()) == 1
+
+
+def test_an_error_in_a_json_log_keeps_its_traceback() -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        error = sys.exc_info()
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "no", (), error)
+    found = json.loads(JsonFormatter().format(record))
+    assert (found["level"], found["logger"]) == ("error", "x")
+    assert "ValueError" in found["exception"] and found["time"].endswith("+00:00")

@@ -60,6 +60,7 @@ class Watcher:
         wanted = {TicketKind.STANDING: engine.role is Role.PREFILL, TicketKind.SHARE: shares}
         self._kinds = [kind for kind, is_wanted in wanted.items() if is_wanted]
         self._late = 0  # probes in a row that were not answered in time
+        self._probed = False
         self._polled = asyncio.Event()  # the number of ranks is known, if reported
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -88,17 +89,21 @@ class Watcher:
         self._late = 0
         try:
             status, _ = await self._pool.get(engine.base, "/health", PROBE_TIMEOUT_S)
-            up = status == 200
+            up, reason = status == 200, f"/health answers with {status}"
         except Exhausted as error:  # the router is at fault, not the engine
             logger.warning("probe of %s: %s", engine.url, error)
             return
         except asyncio.TimeoutError:  # a busy engine may be late once
             self._late = late + 1
             logger.debug("probe of %s: late", engine.url)
-            up = engine.up and not late
+            up, reason = engine.up and not late, f"no answer within {PROBE_TIMEOUT_S:g} s"
         except FAILED as error:
             logger.debug("probe of %s: %r", engine.url, error)
-            up = False
+            up, reason = False, str(error) or repr(error)
+        if not (up or self._probed):  # later, Engine.mark tells of changes
+            text = "%s engine %s is not up yet: %s; it is probed until it is"
+            logger.warning(text, engine.role.value, engine.url, reason)
+        self._probed = True
         engine.mark(up=up)
 
     async def get(self, path: str, base: BaseUrl | None = None) -> bytes:

@@ -38,7 +38,7 @@ def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> RouterOptions:
     calls: list[Any] = []
     app = type("App", (), {"serve": staticmethod(lambda *arguments: calls.append(arguments))})
     monkeypatch.setattr(router.importlib, "import_module", lambda name: app)
-    monkeypatch.setattr(router, "log_to_stderr", lambda: None)
+    monkeypatch.setattr(router, "log_to_stderr", lambda level, form: None)
     assert cli.main(argv) == 0
     ((options,),) = calls
     assert isinstance(options, RouterOptions)
