@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import subprocess
+import os
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 CORPUS = Path(__file__).with_name("corpus")
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,50 +27,61 @@ LONGEST = 4096
 """Bytes of one input."""
 
 
-def fuzz(name: str, runs: int, keep: bool) -> None:
-    """Fuzz one target in this process; does not return."""
+def readers() -> dict[str, Callable[[bytes], object]]:
+    """Import all targets, so that their coverage is seen."""
+    import atheris
+
+    with atheris.instrument_imports(include=["kvconnect", "tests"]):
+        from tests.fuzz.readers import CONTROL, TARGETS
+    return TARGETS | CONTROL
+
+
+def fuzz(name: str, reader: Callable[[bytes], object], runs: int, keep: bool) -> NoReturn:
+    """Fuzz one target until this process ends."""
     import atheris
 
     logging.disable()
-    with atheris.instrument_imports(include=["kvconnect", "tests"]):
-        from tests.fuzz.readers import CONTROL, TARGETS
     FOUND.mkdir(parents=True, exist_ok=True)
     new = CORPUS / name if keep else FOUND / f"{name}.corpus"  # gets what reached new code
     new.mkdir(parents=True, exist_ok=True)
     folders = dict.fromkeys(str(folder) for folder in (new, CORPUS / name) if folder.exists())
     flags = [f"-runs={runs}", f"-max_len={LONGEST}", "-timeout=60", "-rss_limit_mb=2048"]
     flags += ["-seed=1", "-reduce_inputs=0", "-verbosity=0", f"-artifact_prefix={FOUND}/{name}-"]
-    atheris.Setup([sys.argv[0], *flags, *folders], (TARGETS | CONTROL)[name])
+    atheris.Setup([sys.argv[0], *flags, *folders], reader)
     atheris.Fuzz()
+    sys.exit()  # not reached
 
 
-def in_process(name: str, runs: int, keep: bool = False) -> subprocess.CompletedProcess[str]:
-    """Fuzz one target in a process of its own."""
-    code = f"from tests.fuzz.guided import fuzz; fuzz({name!r}, {runs}, {keep})"
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def in_process(name: str, reader: Callable[[bytes], object], runs: int, keep: bool) -> str | None:
+    """Fuzz one target in a fork of this process: imports take longer than thousands of inputs.
+    Return what it printed if it failed."""
+    with tempfile.TemporaryFile("w+", errors="replace") as printed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not (pid := os.fork()):
+            os.dup2(printed.fileno(), 1)
+            os.dup2(printed.fileno(), 2)
+            fuzz(name, reader, runs, keep)  # ends the process, which then writes what broke it
+        failed = os.waitpid(pid, 0)[1]
+        printed.seek(0)
+        return f"{printed.read()}status {failed}\n" if failed else None
 
 
 def main() -> int:
     """Fuzz each target in a process of its own; return the exit code."""
-    from tests.fuzz.readers import CONTROL, TARGETS
+    found = readers()
+    from tests.fuzz.readers import TARGETS
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="TARGET", help=", ".join(TARGETS))
     parser.add_argument("--runs", type=int, default=20_000)
     parser.add_argument("--keep", action="store_true", help="add inputs to the corpus")
     given = parser.parse_args()
-    if wrong := set(given.names) - set(TARGETS | CONTROL):
+    if wrong := set(given.names) - set(found):
         parser.error(f"no target is called {wrong.pop()!r}: use {', '.join(TARGETS)}")
     for name in given.names or TARGETS:
-        done = in_process(name, given.runs, given.keep)
-        if done.returncode:
-            sys.stderr.write(done.stdout)
+        if printed := in_process(name, found[name], given.runs, given.keep):
+            sys.stderr.write(printed)
             print(f"{name} failed: its input is in {FOUND}", file=sys.stderr)
             return 1
         print(f"{name}: {given.runs} inputs", flush=True)

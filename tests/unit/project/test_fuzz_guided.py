@@ -13,7 +13,7 @@ import pytest
 from kvconnect.doctor import exchange
 from kvconnect.errors import KVConnectError
 from kvconnect.protocol import cache_messages, messages, nixl_messages
-from tests.fuzz.guided import CORPUS, FOUND, ROOT, in_process
+from tests.fuzz.guided import CORPUS, FOUND, ROOT
 from tests.fuzz.readers import CONTROL, TARGETS
 
 
@@ -46,15 +46,19 @@ def test_what_is_kept_has_messages_of_each_kind(
     assert found == set(get_args(kinds))
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_new_inputs_raise_nothing(name: str) -> None:
-    done = in_process(name, 2000)
-    assert done.returncode == 0, done.stdout
+def guided(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.fuzz.guided", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_new_inputs_raise_nothing() -> None:
+    done = guided("--runs", "2000")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{name}: 2000 inputs" for name in TARGETS]
 
 
 def test_a_planted_fault_is_found() -> None:
-    command = [sys.executable, "-m", "tests.fuzz.guided", *CONTROL, "--runs", "200000"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = guided(*CONTROL, "--runs", "200000")
     assert done.returncode == 1
     assert "KeyError: 'planted'" in done.stderr
     written = FOUND.glob("planted-crash-*")
