@@ -26,6 +26,7 @@ from tests.schedulers.shapes import EngineShape
 from tests.schedulers.workload import running, tokens
 
 BLOCK = 16  # tokens
+ROOMY = 400  # device blocks, so many that no store has to wait for another, however slow copies are
 
 
 @contextmanager
@@ -149,7 +150,7 @@ def _learns(value: object) -> bool:
 
 def test_a_window_does_not_push_full_attention_out_of_a_look_up(tmp_path: Path) -> None:
     """A look-up that may ask for few keys still finds a prompt of which a disk has everything."""
-    shape = {"kind": "windows", "blocks": 80, "slots": 240, "settings": disk(tmp_path)}
+    shape = {"kind": "windows", "blocks": ROOMY, "slots": 240, "settings": disk(tmp_path)}
     prompt = Prompt(tokens(Random(2), 30 * BLOCK), new=1)
     with made(**shape) as engine:
         engine.run("first", prompt)
@@ -165,11 +166,11 @@ def test_requests_that_share_a_prefix_pin_it_once(tmp_path: Path) -> None:
     prefix, requests = tokens(Random(2), 8 * BLOCK), 5
     prompts = [[*prefix, *tokens(Random(n), 2 * BLOCK)] for n in range(requests)]
     settings = disk(tmp_path)
-    with made(blocks=80, settings=settings) as engine:
+    with made(blocks=ROOMY, settings=settings) as engine:
         for number, prompt in enumerate(prompts):
             engine.run(f"r{number}", Prompt(prompt, new=1))
         engine.drain()
-    with made(blocks=80, slots=80, settings=settings) as engine:
+    with made(blocks=ROOMY, slots=80, settings=settings) as engine:
         engine.run("prefix", Prompt(prefix, new=1))
         engine.drain()
         assert engine.forget_device()
@@ -216,7 +217,7 @@ def test_a_request_that_waits_costs_the_same_however_long_its_prompt_is(tmp_path
 def _waiting_lines(blocks: int, folder: Path) -> int:
     """Return what ten steps cost in which a request waits for the end of its prompt, of which so
     many blocks are in host memory."""
-    shape = {"blocks": 160, "slots": 320, "step_tokens": 64, "settings": disk(folder)}
+    shape = {"blocks": ROOMY, "slots": 320, "step_tokens": 64, "settings": disk(folder)}
     prefix = tokens(Random(1), blocks * BLOCK)
     prompt = Prompt([*prefix, *tokens(Random(2), 2 * BLOCK)], new=1)
     with made(**shape) as engine:
