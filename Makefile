@@ -77,7 +77,7 @@ test: $(READY)
 	$(call part,mypy,mypy)
 ifeq ($(PYTEST_ARGS),)
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=line \
-	  test-engines setup-sglang test-units test-sglang sanitize outside-quick
+	  test-engines setup-sglang test-units test-sglang outside-quick sanitize
 else
 	$(call part,pytest,pytest $(PYTEST_ARGS))
 endif
