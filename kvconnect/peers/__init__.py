@@ -5,6 +5,7 @@ There are two: for hand-offs (:mod:`kvconnect.disaggregation.agent`) and for sha
 ticket and the check of weights. Each has its own connections, queues and thread: whatever a reader
 of shared blocks does, and whatever its questions cost, no message of a hand-off waits behind it.
 
-They dial for themselves too. A hand-off's worker is that of one ticket, and its request decides how
-often it is tried; workers that share are known for good, and are tried until they are there.
+Only sharing keeps connections (:mod:`kvconnect.peers.dialling`): workers that share are known for
+good and tried until they are there. A hand-off's worker is that of one ticket of one start of an
+engine, and its request decides whether it is tried again.
 """

@@ -19,6 +19,7 @@ from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.errors import ProtocolError
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.peers.connections import open_transport, page_path
+from kvconnect.peers.dialling import Dialler
 from kvconnect.peers.loop import PeerLoop
 from kvconnect.peers.sessions import Session, Sessions
 from kvconnect.protocol.addresses import Addresses
@@ -43,7 +44,6 @@ from kvconnect.tiers.backends.base import StoreMeter
 from kvconnect.tiers.peers.arena_memory import ArenaMemory, transport_units
 from kvconnect.tiers.peers.asking import Holders, Questions
 from kvconnect.tiers.peers.connection_owner import check_other_end
-from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads
 from kvconnect.tiers.peers.same_machine import MemoryAccess, SourceMemory, is_this_machine
 from kvconnect.tiers.peers.served import ServedBlocks
@@ -150,7 +150,7 @@ class PeerAgent:
         )
         served, limit = ServedBlocks(host.num_slots), SendLimit(options.serve_rate, clock)
         self._serving = Serving(transport, served, host, groups, limit, self._meter)
-        self._dialler = Dialler(sources, options.addresses(), clock)
+        self._dialler = Dialler(transport, options.addresses(), clock)
         self._sessions = Sessions[SharingSession](transport, encode)
         self._refusals: dict[tuple[str, int], str] = {}  # the last of each worker that refused
         self._meets_again = threading.Event()  # with another hello
@@ -170,7 +170,7 @@ class PeerAgent:
     @property
     def available(self) -> bool:
         """Whether a configured worker can be asked, or none is configured. For any thread."""
-        return self._dialler.available
+        return self.reader.sources.has(self._dialler.peers()) or not self._dialler.configured
 
     def find(
         self, keys: Sequence[bytes], groups: Sequence[int], source: Addresses = ()
@@ -197,6 +197,7 @@ class PeerAgent:
         self._serving.close()
         self._transport.close()
         self.reader.sources.close()
+        self._dialler.close()
 
     def _tick(self, now: float) -> None:
         self._dialler.tick(now)

@@ -82,6 +82,11 @@ class CacheSources:
         with self.changed:
             self._sources.pop(peer, None)
 
+    def has(self, peers: Iterable[PeerId]) -> bool:
+        """Return whether one of some workers is there."""
+        with self.changed:
+            return bool(self.of(peers))
+
     def of(self, peers: Iterable[PeerId]) -> list[CacheSource]:
         """Return those of some workers that are still there. The caller holds ``changed``."""
         return [self._sources[peer] for peer in peers if peer in self._sources]

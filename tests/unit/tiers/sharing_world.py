@@ -30,7 +30,7 @@ from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, READY, HostIndex
-from kvconnect.peers import loop
+from kvconnect.peers import dialling, loop
 from kvconnect.protocol.cache_messages import NONCE_BYTES, HostTierAddresses, Place
 from kvconnect.settings import DigestMode
 from kvconnect.settings.sharing import PeerSettings
@@ -187,6 +187,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_agent, "time", clock)
     monkeypatch.setattr(loop, "time", clock)
     monkeypatch.setattr(loop, "threads", kinds)
+    monkeypatch.setattr(dialling, "threading", locks)
     monkeypatch.setattr(sources, "threading", locks)
     monkeypatch.setattr(tiered_store, "threading", locks)
     monkeypatch.setattr(tiered_store, "make", make)

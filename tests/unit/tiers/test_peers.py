@@ -19,6 +19,7 @@ from kvconnect.errors import ConfigError, Misuse, ProtocolError
 from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import HostIndex
+from kvconnect.peers import dialling
 from kvconnect.protocol import cache_messages
 from kvconnect.protocol.addresses import Addresses
 from kvconnect.protocol.cache_messages import (
@@ -48,9 +49,7 @@ from kvconnect.tiers.messages import (
     TierInstructions,
 )
 from kvconnect.tiers.offers import Offers
-from kvconnect.tiers.peers import dialling
 from kvconnect.tiers.peers.asking import Questions
-from kvconnect.tiers.peers.dialling import IDLE_S, MOST_NAMED, Dialler
 from kvconnect.tiers.peers.fetching import Reads, Wanted
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
 from kvconnect.tiers.peers.serving import (
@@ -313,73 +312,6 @@ def test_an_engine_that_is_named_to_itself_does_not_ask_itself() -> None:
         assert "of 0 sources" in repr(engine.agent)
 
 
-class Dialling:
-    """A dialler without a network."""
-
-    def __init__(self, *configured: tuple[str, int]) -> None:
-        self.now = 0.0
-        self.network = Recorder()
-        network: Any = self.network
-        self.sources = CacheSources(network, [GROUP])
-        self.dialler = Dialler(self.sources, configured, lambda: self.now)
-
-    def name(self, *ports: int) -> None:
-        """Name workers, and do not wait for their connections."""
-        self.now += 0.001
-        self.dialler.peers(tuple(("10.0.0.1", port) for port in ports))
-
-    def dropped(self) -> list[tuple[str, int]]:
-        """The connections that were given up."""
-        orders = [order for order in self.network.orders if isinstance(order, Disconnect)]
-        return [self.network.dialled[order.peer] for order in orders]
-
-
-def test_named_workers_are_forgotten_when_nobody_names_them_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(dialling, "GREET_S", 0.0)
-    dial = Dialling(("10.0.0.9", 1))
-    dial.dialler.tick(dial.now)
-    dial.name(1, 2)
-    dial.now = IDLE_S - 1
-    dial.name(2)
-    dial.dialler.tick(IDLE_S + 1)
-    assert dial.dropped() == [("10.0.0.1", 1)]
-    dial.dialler.tick(2 * IDLE_S)
-    assert dial.dropped() == [("10.0.0.1", 1), ("10.0.0.1", 2)]
-    assert len(dial.dialler) == 1, "what is configured stays"
-    dial.name(1)
-    assert list(dial.network.dialled.values()).count(("10.0.0.1", 1)) == 2
-
-
-def test_so_many_named_workers_are_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialling, "GREET_S", 0.0)
-    dial = Dialling(("10.0.0.9", 1))
-    for port in range(1, MOST_NAMED + 1):
-        dial.name(port)
-    assert dial.dropped() == []
-    dial.name(1)  # not the oldest any more
-    dial.name(9999)
-    assert dial.dropped() == [("10.0.0.1", 2)]
-    assert len(dial.dialler) == MOST_NAMED + 1
-
-
-def test_a_named_worker_is_tried_again_with_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialling, "GREET_S", 0.0)
-    dial = Dialling()
-    dial.name(1)
-    (peer,) = dial.network.dialled
-    dial.name(1)
-    assert len(dial.network.dialled) == 1, "it is being connected to"
-    dial.dialler.lost(peer, dial.now)
-    dial.name(1)
-    dial.dialler.tick(60.0)
-    assert len(dial.network.dialled) == 1, "it was lost a moment ago, and ticks do not dial it"
-    dial.now = 60.0
-    dial.name(1)
-    assert len(dial.network.dialled) == 2
-
-
 def test_a_stranger_s_messages_end_its_connection_only() -> None:
     """Whatever a peer with the key sends, others go on."""
     hello = CacheHello(
@@ -436,12 +368,6 @@ class Recorder:
         self.orders: list[object] = []
         self.pages: list[IncomingPages] = []  # that were expected
         self.cancelled: list[int] = []
-        self.dialled: dict[PeerId, tuple[str, int]] = {}
-
-    def connect(self, host: str, port: int) -> PeerId:
-        peer = PeerId(100 + len(self.dialled))
-        self.dialled[peer] = host, port
-        return peer
 
     def submit(self, order: object) -> None:
         self.orders.append(order)

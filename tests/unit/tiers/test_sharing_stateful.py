@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 from kvconnect.errors import Misuse
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, HostIndex
+from kvconnect.peers.dialling import Dialler
 from kvconnect.settings import DigestMode
 from kvconnect.tiers import LookupRequest, TierPlan
-from kvconnect.tiers.peers.dialling import Dialler
 from kvconnect.tiers.peers.fetching import Reads, _OpenRead
 from kvconnect.tiers.peers.same_machine import OwnMemory, SourceMemory
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks

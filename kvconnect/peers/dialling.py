@@ -1,16 +1,16 @@
-"""Connects to the workers that the configuration has, and to those that share tickets name."""
+"""Keeps connections to the workers that the configuration has, and to those that tickets name."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.protocol.addresses import Addresses
 from kvconnect.protocol.tickets import MOST_SHARING
-from kvconnect.tiers.peers.sources import CacheSources
-from kvconnect.transport.base import Disconnect, PeerId
+from kvconnect.transport.base import Disconnect, PeerId, Transport
 
 GREET_S = 0.5
 """Seconds for which requests wait for a new connection; it stays, and later ones find it open."""
@@ -54,12 +54,14 @@ class Dialler:
 
     def __init__(
         self,
-        sources: CacheSources,
+        transport: Transport,
         configured: Sequence[tuple[str, int]],
         clock: Callable[[], float],
     ) -> None:
-        self._sources = sources
+        self._transport = transport
         self._clock = clock
+        self._changed = threading.Condition()
+        self._closed = False
         self._known = {address: _Dialled() for address in configured}
         self._addresses: dict[PeerId, tuple[str, int]] = {}  # of connections
         self._own: set[tuple[str, int]] = set()  # where this worker itself listens
@@ -68,22 +70,21 @@ class Dialler:
         return len(self._known)
 
     @property
-    def available(self) -> bool:
-        """Whether a configured worker can be asked, or none is configured."""
-        with self._sources.changed:
-            configured = any(one.configured for one in self._known.values())
-            return not configured or bool(self._sources.of(self.peers()))
+    def configured(self) -> bool:
+        """Whether a worker is configured."""
+        with self._changed:
+            return any(one.configured for one in self._known.values())
 
     def peers(self, named: Addresses = ()) -> list[PeerId]:
         """Return the connections to the named workers, or else to the configured ones. Named
         workers are connected to first if need be, which takes ``GREET_S`` seconds at most."""
-        changed, now = self._sources.changed, self._clock()
-        with changed:
+        now = self._clock()
+        with self._changed:
             if named:
                 found = [self._name(each, now) for each in named if each not in self._own]
                 began = max((one.began for one in found if one.opening), default=now)
-                changed.wait_for(
-                    lambda: self._sources.closed or not any(one.opening for one in found),
+                self._changed.wait_for(
+                    lambda: self._closed or not any(one.opening for one in found),
                     max(0.0, began + GREET_S - now),
                 )
             else:
@@ -92,7 +93,7 @@ class Dialler:
 
     def tick(self, now: float) -> None:
         """Connect to the configured workers; forget those that were not named for long."""
-        with self._sources.changed:
+        with self._changed:
             for address, one in list(self._known.items()):
                 if one.configured:
                     self._dial(address, one, now)
@@ -101,21 +102,21 @@ class Dialler:
 
     def address(self, peer: PeerId) -> tuple[str, int] | None:
         """Return where a peer listens; None if it connected to this worker."""
-        with self._sources.changed:
+        with self._changed:
             return self._addresses.get(peer)
 
     def answered(self, peer: PeerId) -> None:
         """A worker is there, and can be asked if it keeps the same blocks."""
-        with self._sources.changed:
+        with self._changed:
             one = self._of(peer)
             if one is not None:
                 one.answered = True
                 one.breaker.succeeded()
-                self._sources.changed.notify_all()
+                self._changed.notify_all()
 
     def forget(self, peer: PeerId) -> None:
         """Never connect to an address again: this worker itself listens there."""
-        with self._sources.changed:
+        with self._changed:
             address = self._addresses.get(peer)
             if address is not None:
                 self._own.add(address)
@@ -123,7 +124,7 @@ class Dialler:
 
     def end(self, peer: PeerId) -> None:
         """This side ends a connection; one that it made is made again at the next tick."""
-        with self._sources.changed:
+        with self._changed:
             one = self._of(peer)
             if one is not None:
                 one.ended = True
@@ -131,14 +132,20 @@ class Dialler:
 
     def lost(self, peer: PeerId, now: float) -> None:
         """A connection is lost."""
-        with self._sources.changed:
+        with self._changed:
             one = self._of(peer)
             self._addresses.pop(peer, None)
             if one is not None:
                 one.peer = None
                 if not one.ended:
                     one.breaker.failed(now)
-                self._sources.changed.notify_all()
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """End all waits: the transport is closed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _of(self, peer: PeerId) -> _Dialled | None:
         """Return the worker of a connection; None if it connected to this one or was dropped."""
@@ -160,10 +167,10 @@ class Dialler:
     def _dial(self, address: tuple[str, int], one: _Dialled, now: float) -> None:
         if one.peer is None and one.breaker.enter(now):
             one.began, one.answered, one.ended = now, False, False
-            one.peer = self._sources.transport.connect(*address)
+            one.peer = self._transport.connect(*address)
             self._addresses[one.peer] = address
 
     def _drop(self, address: tuple[str, int], why: str) -> None:
         peer = self._known.pop(address).peer
         if peer is not None:
-            self._sources.transport.submit(Disconnect(peer, why))
+            self._transport.submit(Disconnect(peer, why))
