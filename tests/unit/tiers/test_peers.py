@@ -290,13 +290,14 @@ def test_a_named_source_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch)
         assert not known.breaker.closed, "it is not asked for a while"
 
 
-def test_a_named_source_with_another_key_or_other_blocks() -> None:
+def test_a_named_source_with_another_key_or_other_blocks(caplog: pytest.LogCaptureFixture) -> None:
     other = lambda: Engine(name=b"another")  # noqa: E731
     with engines(lambda: Engine(key=b"x" * 16), other, Engine) as [stranger, unlike, source]:
         for each in (stranger, unlike, source):
             each.keep(1, slot=0)
         with engines(Engine) as [reader]:
             assert reader.store.exists_at([key(1)], addresses(stranger)) == [0]
+            until(lambda: f"nothing is shared with the engine at {stranger.where}" in caplog.text)
             assert reader.store.exists_at([key(1)], addresses(unlike)) == [0]
             assert reader.store.exists_at([key(1)], addresses(source)) == [BLOCK]  # control
             assert reader.store.exists_at([key(1)], addresses(stranger, source)) == [BLOCK]
