@@ -42,6 +42,8 @@ from kvconnect.disaggregation.sessions import HandoffSessions, PathPreference
 from kvconnect.disaggregation.staging import StagedMemory
 from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.offload.streams import DeviceFence, make_streams
+from kvconnect.peers import loop
+from kvconnect.peers import sessions as peers_sessions
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import GroupHello, HandoffHello
 from kvconnect.stats import OffloadingConnectorStats
@@ -439,15 +441,16 @@ def play(
 
 
 def _replace_modules(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    for module in (inproc, event_queue, agent, layer_queue, staging):
+    for module in (inproc, event_queue, agent, layer_queue, loop, staging):
         monkeypatch.setattr(module, "threading", world.threading)
-    for module in (agent, prefill_executor, decode_executor, sessions):  # type: ignore[assignment]
+    timed = (agent, loop, prefill_executor, decode_executor, sessions)
+    for module in timed:  # type: ignore[assignment]
         monkeypatch.setattr(module, "time", world.time)
     monkeypatch.setattr(layer_queue, "SimpleQueue", world.simple_queue)
     monkeypatch.setattr(bandwidth_probe, "_ROUNDS", (array("q", [0]), array("q", [0])))
     monkeypatch.setattr(decode_planner, "MAX_WAIT_S", PATIENCE_S)
-    for name in ("_HELLO_TIMEOUT_S", "_PROBE_TIMEOUT_S"):
-        monkeypatch.setattr(sessions, name, PATIENCE_S)
+    monkeypatch.setattr(peers_sessions, "HELLO_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(sessions, "_PROBE_TIMEOUT_S", PATIENCE_S)
 
     def room(self: object, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
