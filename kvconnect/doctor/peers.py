@@ -27,7 +27,7 @@ from kvconnect.doctor.exchange import (
 )
 from kvconnect.doctor.plain_sockets import SocketTestServer, measure_sockets
 from kvconnect.errors import ProtocolError, Refused, TransferFailed
-from kvconnect.peers.sessions import Session, Sessions
+from kvconnect.peers.sessions import Session, Sessions, SessionState
 from kvconnect.protocol.codec import PROTOCOL, common_protocol
 from kvconnect.protocol.hello import Reject
 from kvconnect.transport.base import (
@@ -117,8 +117,10 @@ class DoctorSource:
         session = Session(event.peer, event.inbound, time.monotonic(), name=event.address)
         session.connected()
         self._sessions.add(session)
-        if self._reader is not None:
+        served = self._reader and self._sessions.get(self._reader)
+        if served and served.state is not SessionState.CLOSING:
             raise Refused("other", "busy with another reader; try again later")
+        self.close()
         logger.info("reader %s connected", event.address)
         self._reader, self._last_message = event.peer, time.monotonic()
 

@@ -30,20 +30,27 @@ from kvconnect.doctor.exchange import (
     CpuSeconds,
     DoctorHello,
     TransferRequest,
+    decode,
     encode,
 )
 from kvconnect.doctor.peer_process import PeerProcess, last_error
 from kvconnect.doctor.peer_task import Result, SourceReady, Task
 from kvconnect.doctor.peers import DoctorReader, DoctorSource, Sizes
 from kvconnect.errors import ConfigError, ProtocolError, Refused, TransferFailed
+from kvconnect.protocol.hello import Reject
+from kvconnect.testing.inproc import InprocTransport
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.base import (
+    Event,
     IncomingPages,
+    MessageReceived,
     OutgoingPages,
     PageChunk,
     PeerDown,
+    PeerId,
     PeerMessage,
+    PeerUp,
     Unit,
 )
 
@@ -143,6 +150,40 @@ def test_who_comes_while_another_is_served_is_turned_away() -> None:
         with pytest.raises(TransferFailed, match="busy with another reader"), reading(source.port):
             raise AssertionError("two readers at a time")
         assert not first.measure("tcp").failed
+
+
+class Scripted(InprocTransport):
+    """Gives out the events that it is given, and keeps what it is told."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__()
+        self.script = events
+        self.said: dict[int, list[type]] = {}
+
+    def poll(self, timeout: float) -> list[Event]:
+        return self.script
+
+    def submit(self, order: object) -> None:
+        if isinstance(order, PeerMessage):
+            self.said.setdefault(order.peer, []).append(type(decode(order.payload)))
+
+
+@pytest.mark.parametrize("thrown_out", [True, False])
+def test_who_is_being_thrown_out_keeps_nobody_out(thrown_out: bool) -> None:
+    first, second = PeerId(1), PeerId(2)
+    hello = encode(DoctorHello(area_bytes=4096, device="cpu"))
+    link = Scripted(
+        [
+            PeerUp(first, True, "10.0.0.1:1"),
+            MessageReceived(first, b"engine" if thrown_out else hello),
+            PeerUp(second, True, "10.0.0.1:2"),
+            MessageReceived(second, hello),
+            PeerDown(first, "gone"),
+        ][: None if thrown_out else 3]
+    )
+    DoctorSource(link, HostBuffer(SMALL.buffer_bytes), LOOP).step(0.0)
+    answers = [Reject, DoctorHello] if thrown_out else [DoctorHello, Reject]
+    assert link.said == {1: answers[:1], 2: answers[1:]}
 
 
 def test_listening_says_where_and_ends_when_told() -> None:
