@@ -41,6 +41,7 @@ from kvconnect.tiers import (
     PrefetchDecision,
     TierLimits,
     TierPlan,
+    store_threads,
     tiered_store,
 )
 from kvconnect.tiers.backends import BlockOutcome
@@ -189,9 +190,10 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "threads", kinds)
     monkeypatch.setattr(dialling, "threading", locks)
     monkeypatch.setattr(sources, "threading", locks)
+    monkeypatch.setattr(store_threads, "threading", locks)
     monkeypatch.setattr(tiered_store, "threading", locks)
-    monkeypatch.setattr(tiered_store, "make", make)
-    monkeypatch.setattr(tiered_store, "failed", lambda *what: World.played.errors.append(what[-1]))
+    monkeypatch.setattr(store_threads, "make", make)
+    monkeypatch.setattr(store_threads, "failed", lambda *what: World.played.errors.append(what[-1]))
     monkeypatch.setattr(serving, "MOST_BYTES", 4 * BLOCK)  # so that sources are busy at times
     process = SimpleNamespace(getpid=lambda: World.played.acting.pid)
     monkeypatch.setattr(same_machine, "os", process)
