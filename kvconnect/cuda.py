@@ -16,6 +16,7 @@ get the GIL back can take 5 ms (Python's switch interval) while another thread c
 - ``cuMemcpyBatchAsync`` takes about 0.5 us for each of its copies, so only short batches keep the
   GIL (:mod:`kvconnect.copy.driver`).
 - ``cuEventCreate`` and ``cuEventDestroy`` take a slot of a pool. Every fence of a step has one.
+- ``cuEventQuery`` reads a word that the device writes.
 
 All other calls may block: page-locking takes seconds, a first context loads the driver's code, and
 a new stream may wait for the device.
@@ -37,6 +38,7 @@ LIBRARY = "libcuda.so.1"
 _NON_BLOCKING = 1  # the stream and the null stream do not wait for each other
 _BLOCKING_WAIT, _NO_TIMING = 1, 2
 _PORTABLE, _MAPPED = 1, 2  # like the CUDA runtime: for every context, at the same address
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _HOST_POINTERS_OF_REGISTERED = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 
 
@@ -160,6 +162,14 @@ class CudaContext:
         """Block only the calling thread until the device has passed an event."""
         with self._here():
             check(self.library.cuEventSynchronize(ctypes.c_void_p(event)), "cuEventSynchronize")
+
+    def has_passed(self, event: int) -> bool:
+        """Return whether the device has passed an event's last record; does not wait."""
+        with self._here():
+            status = int(self.short_calls.cuEventQuery(ctypes.c_void_p(event)))
+            if status != _NOT_READY:
+                check(status, "cuEventQuery")
+        return status != _NOT_READY
 
     def seconds(self, start: int, end: int) -> float:
         """Return the seconds between two timing events that the device has passed."""

@@ -298,13 +298,13 @@ class CudaCopier(Copier):
         made = self._groups[group]
         for numbers, limit in zip(ids, self._limits(group), strict=True):
             run_addresses(_ZERO, _ZERO, numbers, limit)  # checks them
-        pairs = self._driver.upload(_pairs(*ids))
         first, end = (made.rows[run] for run in runs)
-        arguments = (
-            *(self._area, self._arena, made.table.data_ptr() + first * ROW * 8, end - first),
-            *(pairs.data_ptr(), len(ids[0]), self._geometry.slot_bytes, made.lanes),
-        )
-        self._driver.launch(_KERNELS[direction], self._choice.grid, THREADS, arguments)
+        with self._driver.lend(_pairs(*ids)) as pairs:
+            arguments = (
+                *(self._area, self._arena, made.table.data_ptr() + first * ROW * 8, end - first),
+                *(pairs, len(ids[0]), self._geometry.slot_bytes, made.lanes),
+            )
+            self._driver.launch(_KERNELS[direction], self._choice.grid, THREADS, arguments)
 
     def _copy_batch(self, direction: Direction, group: int, ids: _Ids, runs: Runs) -> None:
         made, some = self._groups[group], slice(*runs)

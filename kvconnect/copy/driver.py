@@ -18,6 +18,7 @@ import functools
 import platform
 from abc import ABC, abstractmethod
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -35,6 +36,9 @@ SHORT_CALL = 64
 _ORDER_STREAM, _ORDER_ANY = 1, 3
 _OVERLAP_WITH_COMPUTE = 1
 _NO_HINT = 0
+
+_LEAST_LENT = 4096
+"""Numbers that lent memory has room for at least: the blocks and slots of most chunks."""
 
 _SPINS = (2 << 20, 16 << 20, 128 << 20)
 """Cycles that a stream spins while work is submitted: about 1, 8 and 64 ms. Work that takes longer
@@ -82,6 +86,13 @@ class Driver(ABC):
 
         The caller may drop the memory when its last reader is launched on the same stream.
         """
+
+    @contextmanager
+    def lend(self, numbers: array[int]) -> Iterator[int]:
+        """Give the address of device memory that holds ``numbers`` for what the block launches on
+        this stream."""
+        held = self.upload(numbers)
+        yield held.data_ptr()
 
     @abstractmethod
     def device_memory(self, nbytes: int) -> torch.Tensor:
@@ -150,9 +161,29 @@ class OwnEvent:
         """Block only the calling thread until the device has passed the event."""
         self._context.await_event(self._handle)
 
+    def query(self) -> bool:
+        """Return whether the device has passed the event."""
+        return self._context.has_passed(self._handle)
+
     def seconds_to(self, end: OwnEvent) -> float:
         """Return the seconds to another event. Both were made with ``timing`` and have passed."""
         return self._context.seconds(self._handle, end._handle)
+
+
+class _Loan:
+    """Memory for numbers of one launch; free again once the device has passed ``used``."""
+
+    def __init__(self, driver: Driver, used: OwnEvent, capacity: int) -> None:
+        self.used = used
+        self.capacity = capacity
+        self._device = driver.device_memory(8 * capacity)
+        self._host = driver.host_memory(8 * capacity)
+        self.address = self._device.data_ptr()
+
+    def upload(self, driver: Driver, numbers: array[int]) -> None:
+        ctypes.memmove(self._host.data_ptr(), numbers.buffer_info()[0], 8 * len(numbers))
+        target, source = (array("q", [m.data_ptr()]) for m in (self._device, self._host))
+        driver.copy_batch(target, source, array("q", [8 * len(numbers)]), early=True)
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -191,6 +222,7 @@ class CudaDriver(Driver):
         self._cuda = _typed(self._context.short_calls)
         self._short_batch, self._has_index = _find_batch(self._cuda)
         self._long_batch, _ = _find_batch(self._context.library)
+        self._loans: deque[_Loan] = deque()
         properties = torch.cuda.get_device_properties(device)
         copied_by = source_digest("pages") if self._kernels else "DMA"
         # GPUs of one model may have links of different widths.
@@ -266,6 +298,28 @@ class CudaDriver(Driver):
             host = torch.empty(len(numbers), dtype=torch.int64, pin_memory=True)
             ctypes.memmove(host.data_ptr(), numbers.buffer_info()[0], host.nbytes)
             return host.to(self._device, non_blocking=True)
+
+    @contextmanager
+    def lend(self, numbers: array[int]) -> Iterator[int]:
+        loan = self._take(len(numbers))
+        try:
+            loan.upload(self, numbers)
+            yield loan.address
+        finally:
+            loan.used.record()
+            self._loans.append(loan)
+
+    def _take(self, count: int) -> _Loan:
+        """Return memory that nothing uses: torch's allocators give the GIL up, and may stop the
+        device to make more."""
+        with suppress(IndexError):  # another thread may take the last one
+            for _ in range(len(self._loans)):
+                loan = self._loans.popleft()
+                if loan.capacity >= count and loan.used.query():
+                    return loan
+                self._loans.append(loan)
+        capacity = max(_LEAST_LENT, 1 << (count - 1).bit_length())
+        return _Loan(self, OwnEvent(self._device, self._context), capacity)
 
     def device_memory(self, nbytes: int) -> torch.Tensor:
         with _translated(f"allocation of {nbytes} bytes"):

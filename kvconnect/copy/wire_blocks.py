@@ -56,19 +56,19 @@ class BlockCopier:
             return
         table = self._tables.get((segments.tobytes(), phases)) or self._made(segments, phases)
         block_bytes = sum(segments[2 : len(segments) // phases : 3])
-        numbers = self._driver.upload(ids)
-        arguments = (
-            self._area,
-            staged,
-            table.rows.data_ptr(),
-            table.count,
-            phases,
-            numbers.data_ptr(),
-            len(ids),
-            block_bytes,
-            table.lanes,
-        )
-        self._driver.launch(kernel, GRID, THREADS, arguments)
+        with self._driver.lend(ids) as numbers:
+            arguments = (
+                self._area,
+                staged,
+                table.rows.data_ptr(),
+                table.count,
+                phases,
+                numbers,
+                len(ids),
+                block_bytes,
+                table.lanes,
+            )
+            self._driver.launch(kernel, GRID, THREADS, arguments)
 
     def _made(self, segments: array[int], phases: int) -> _UnitTable:
         rows, count = unit_table(segments, phases)

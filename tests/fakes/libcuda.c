@@ -412,6 +412,14 @@ Status cuEventSynchronize(void *event)
     return leave(status);
 }
 
+Status cuEventQuery(void *event)
+{
+    Status status = enter("cuEventQuery", 1);
+    if (!status)
+        status = check_event(event);
+    return leave(status);
+}
+
 Status cuEventElapsedTime(float *milliseconds, void *start, void *end)
 {
     Status status = enter("cuEventElapsedTime", 1);

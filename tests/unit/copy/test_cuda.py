@@ -435,6 +435,18 @@ LOST = 719  # CUDA_ERROR_LAUNCH_FAILED, which every call answers from then on
 class HostCudaDriver(CudaDriver):
     """The real driver, but for what torch does, which is done in the host's memory."""
 
+    def __init__(self, device: torch.device, stub: StubDriver) -> None:
+        super().__init__(device)
+        self.made: list[torch.Tensor] = []
+        self.stub = stub
+
+    def device_memory(self, nbytes: int) -> torch.Tensor:
+        self.made.append(torch.zeros(nbytes, dtype=torch.uint8))
+        self.stub.add_device_memory(self.made[-1].data_ptr(), nbytes)
+        return self.made[-1]
+
+    host_memory = device_memory
+
     def upload(self, numbers: array[int]) -> torch.Tensor:
         return torch.tensor(numbers)
 
@@ -467,7 +479,7 @@ class OnStub:
         self.stream = 0 if null else CudaContext(0).stream()
         current = SimpleNamespace(cuda_stream=self.stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-        self.driver = HostCudaDriver(torch.device("cuda"))
+        self.driver = HostCudaDriver(torch.device("cuda"), self.stub)
         self.area, self.arena = memories()
         self.stub.add_device_memory(self.area.data_ptr(), self.area.nbytes)
         CudaContext(0).lock(self.arena.data_ptr(), self.arena.nbytes)
@@ -503,6 +515,28 @@ def test_the_real_driver_is_taken_at_its_word(
         assert (orders[0], real.stub.library.stub_last_order()) == (1, 3)
 
 
+def test_memory_is_lent_again_once_the_device_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = OnStub(monkeypatch, "cuMemcpyBatchAsync_v2", KERNEL)
+    for numbers in (array("q", [3, 4]), array("q", range(4096))):
+        with real.driver.lend(numbers) as address:
+            assert array("q", ctypes.string_at(address, 8 * len(numbers))) == numbers
+    assert len(real.driver.made) == 2  # one on either side
+    with real.driver.lend(array("q", [1])) as one, real.driver.lend(array("q", [2])) as other:
+        assert one != other
+    assert len(real.driver.made) == 4
+    real.stub.refuse("cuEventQuery", 600)  # the device has not passed the one that ended first
+    with real.driver.lend(array("q", [3])) as address:
+        assert address == one
+    assert len(real.driver.made) == 4
+    with real.driver.lend(array("q", range(5000))):
+        assert len(real.driver.made) == 6  # larger than what there was
+    real.copier.load(0, [1, 2], [0, 3])
+    assert len(real.driver.made) == 6  # launches borrow it
+    real.stub.refuse("cuEventQuery", 700)
+    with pytest.raises(TransferFailed, match="cuEventQuery failed with CUDA error 700"):
+        real.copier.load(0, [1, 2], [0, 3])
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 def test_without_kernels_dma_copies_everything(
     monkeypatch: pytest.MonkeyPatch, batch: str | None
@@ -535,8 +569,7 @@ def test_short_calls_keep_the_gil_and_others_release_it(
     real.copier.store(0, [1], [1])
     held = {name: (real.stub.held(name), real.stub.calls(name)) for name in LONG}
     assert all(number == 0 < calls for number, calls in held.values())
-    (copied_by,) = real.copies()
-    for name in ("cuCtxSetCurrent", copied_by):
+    for name in ("cuCtxSetCurrent", *real.copies()):
         assert real.stub.held(name) == real.stub.calls(name) > 0
 
 

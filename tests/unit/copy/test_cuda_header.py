@@ -35,6 +35,7 @@ PROTOTYPES = {
     "cuEventRecord": "CUevent, CUstream",
     "cuStreamWaitEvent": "CUstream, CUevent, unsigned",
     "cuEventSynchronize": "CUevent",
+    "cuEventQuery": "CUevent",
     "cuEventElapsedTime": "float *, CUevent, CUevent",
     "cuMemHostRegister_v2": "void *, size_t, unsigned",
     "cuMemHostUnregister": "void *",
@@ -50,6 +51,7 @@ PROTOTYPES = {
 """Arguments by call; all return a status."""
 
 NUMBERS = {
+    "CUDA_ERROR_NOT_READY": cuda._NOT_READY,
     "CU_STREAM_NON_BLOCKING": cuda._NON_BLOCKING,
     "CU_EVENT_BLOCKING_SYNC": cuda._BLOCKING_WAIT,
     "CU_EVENT_DISABLE_TIMING": cuda._NO_TIMING,
