@@ -300,7 +300,7 @@ class Process(Client, ABC):
                 urllib.request.urlopen(f"{self.url}{self.health}", timeout=5).close()
                 return
             except (urllib.error.URLError, OSError):
-                time.sleep(0.25)
+                time.sleep(0.05)
         raise ServerDied(f"not healthy after {START_TIMEOUT_S:.0f} s\n{self.tail()}")
 
 
