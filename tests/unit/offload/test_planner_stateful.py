@@ -471,9 +471,13 @@ class Engine(RuleBasedStateMachine):
 
     def ready(self) -> list[tuple[int, bytes, int]]:
         """Return (group, hash, slot) of every block that could be loaded."""
-        known = ((group, key) for group in range(len(self.groups)) for key in PREFIXES)
-        found = ((group, key, self.plan.index.slot_of(group, key)) for group, key in known)
-        return [(group, key, slot) for group, key, slot in found if slot is not None]
+        slot_of, groups = self.plan.index.slot_of, range(len(self.groups))
+        return [
+            (group, key, slot)
+            for group in groups
+            for key in PREFIXES
+            if (slot := slot_of(group, key)) is not None
+        ]
 
 
 def content(group: int, block_hash: bytes, weights: int) -> str:
