@@ -10,12 +10,12 @@ from kvconnect.router import flag_sources
 from kvconnect.router.api_keys import ApiKey, parse_api_keys
 from kvconnect.router.options import (
     AdminAccess,
+    EtcdServer,
     Intervals,
     Listening,
     RouterLimits,
     RouterOptions,
     Sources,
-    check_etcd,
     check_hosts,
     engine_specs,
 )
@@ -115,8 +115,28 @@ def _sources_of(arguments: argparse.Namespace) -> Sources:
         except OSError as error:
             fix = f"name a file that can be read: {error.strerror}"
             raise ConfigError("workers-file", path, fix) from error
-    etcd = check_etcd(arguments.etcd)
+    etcd = _etcd_of(arguments)
     return Sources(arguments.workers_file, hosts["dns"], hosts["kubernetes"], etcd)
+
+
+def _etcd_of(arguments: argparse.Namespace) -> EtcdServer | None:
+    url, user, path = arguments.etcd, arguments.etcd_user, arguments.etcd_password_file
+    if not url:
+        for flag in ("etcd_tls_dir", "etcd_user", "etcd_password_file"):
+            if value := getattr(arguments, flag):
+                raise ConfigError(flag.replace("_", "-"), value, "set --etcd, too")
+        return None
+    password = read_secret_text("etcd-password-file", path).strip() if path else ""
+    authority, certificate = "", None
+    if folder := arguments.etcd_tls_dir:
+        ca, cert, key = (Path(folder, name) for name in ("ca.crt", "tls.crt", "tls.key"))
+        if not ca.is_file():
+            raise ConfigError("etcd-tls-dir", folder, "put the file ca.crt there")
+        if cert.is_file() != key.is_file():
+            raise ConfigError("etcd-tls-dir", folder, "put both tls.crt and tls.key there")
+        authority = str(ca)
+        certificate = (str(cert), str(key)) if cert.is_file() else None
+    return EtcdServer(url, authority, certificate, user, password)
 
 
 def _admin_of(arguments: argparse.Namespace) -> AdminAccess:
@@ -176,6 +196,10 @@ def _add_engines(parser: argparse._ArgumentGroup) -> None:
         what = f"{role} engines: the ready endpoints of the Kubernetes service in the URL's host"
         add(f"--{role}-kubernetes", nargs="+", default=[], metavar="W", help=what)
     add("--etcd", default="", metavar="URL", help="etcd, and the prefix of keys that name engines")
+    what = "folder with ca.crt, and with tls.crt and tls.key if etcd requires them"
+    add("--etcd-tls-dir", default="", metavar="PATH", help=what)
+    add("--etcd-user", default="", metavar="NAME", help="who the router is at etcd")
+    add("--etcd-password-file", default="", metavar="PATH", help="password of that user")
 
 
 def _add_admin(parser: argparse._ArgumentGroup) -> None:

@@ -120,6 +120,39 @@ class RouterLimits:
 
 
 @dataclass(frozen=True)
+class EtcdServer:
+    """Where engines register, and how the router shows who it is.
+
+    Attributes:
+        url: of a server; its path is the prefix of the keys of engines.
+        authority: file of the authority of the server's certificate; empty: the system's.
+        certificate: files of the router's certificate and key, if the server requires them.
+        user: name at the server; empty: none.
+        password: of the user.
+
+    Raises:
+        ConfigError: names the flag, its value and the fix.
+    """
+
+    url: str
+    authority: str = ""
+    certificate: tuple[str, str] | None = None
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        _refuse_credentials("etcd", self.url)
+        parts = urlsplit(self.url)
+        if not (_is_base(self.url) and parts.path.strip("/")):
+            fix = "use a URL with a prefix, as in http://etcd:2379/kvconnect"
+            raise ConfigError("etcd", self.url, fix)
+        if self.authority and parts.scheme != "https":
+            raise ConfigError("etcd-tls-dir", self.authority, "begin the URL of --etcd with https")
+        if bool(self.user) != bool(self.password):
+            raise ConfigError("etcd-user", self.user, "set --etcd-user and --etcd-password-file")
+
+
+@dataclass(frozen=True)
 class Sources:
     """Sources of further engines, which the router follows while it runs.
 
@@ -127,13 +160,13 @@ class Sources:
         file: path of a file that lists engines; empty: none.
         dns: engines by role; each stands for one engine at every address of its host.
         services: engines by role; each host is a Kubernetes service.
-        etcd: URL of a server; its path is the prefix of the keys of engines. Empty: none.
+        etcd: a server where engines register; None: none.
     """
 
     file: str = ""
     dns: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
     services: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
-    etcd: str = ""
+    etcd: EtcdServer | None = None
 
 
 @dataclass(frozen=True)
@@ -309,18 +342,6 @@ def _value(flag: str, key: str, value: str) -> EngineKind | int | str:
         return int(value)
     fix = "use engine, bootstrap, version, events or replay after the URL"
     raise ConfigError(flag, key, fix)
-
-
-def check_etcd(url: str) -> str:
-    """Return ``url`` unchanged: empty, or an etcd server with a key prefix as its path.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    _refuse_credentials("etcd", url)
-    if url and not (_is_base(url) and urlsplit(url).path.strip("/")):
-        raise ConfigError("etcd", url, "use a URL with a prefix, as in http://etcd:2379/kvconnect")
-    return url
 
 
 def _refuse_credentials(flag: str, url: str) -> None:

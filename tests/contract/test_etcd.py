@@ -8,16 +8,18 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvconnect.router.fleet.sources import etcd
-from kvconnect.router.options import EngineSpec, Sources
+from kvconnect.router.options import EngineSpec, EtcdServer, Sources
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.fakes.engine_source import Latest, refused
+from tests.links import make_certificates
 from tests.servers import free_port
 
 
@@ -27,14 +29,19 @@ class Etcd:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.port, self._peers = free_port(), free_port()
+        self.tls: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        here, peers = f"http://127.0.0.1:{self.port}", f"http://127.0.0.1:{self._peers}"
+        here, peers = self.url, f"http://127.0.0.1:{self._peers}"
         command = [
             *("etcd", "--data-dir", str(self._folder / "data"), "--log-level", "error"),
             *("--listen-client-urls", here, "--advertise-client-urls", here),
             *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
-            *("--initial-cluster", f"default={peers}"),
+            *("--initial-cluster", f"default={peers}", *self.tls),
         ]
         log = (self._folder / "log").open("ab")
         with log:
@@ -59,7 +66,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Etcd]:
 @on_loop
 async def test_engines_register_in_etcd_and_a_wrong_one_harms_itself_alone(server: Etcd) -> None:
     client = etcd.Etcd3Client(port=server.port, timeout=5.0)
-    async with Latest(etcd.follow(f"http://127.0.0.1:{server.port}/kv/one", refused)) as latest:
+    async with Latest(etcd.follow(EtcdServer(f"{server.url}/kv/one"), refused)) as latest:
         await until(lambda: latest.times == 1)
         assert latest.named == {Role.PREFILL: (), Role.DECODE: ()}
 
@@ -87,6 +94,14 @@ async def test_engines_register_in_etcd_and_a_wrong_one_harms_itself_alone(serve
         await until(lambda: latest.named == {Role.PREFILL: (a,), Role.DECODE: (z,)})
 
 
+def _put_as_root(client: Any) -> None:
+    who = {"name": "root", "password": "secret"}
+    client.session.headers.pop("Authorization", None)
+    answer = client.post(client.get_url("/auth/authenticate"), json=who)
+    client.session.headers["Authorization"] = answer["token"]
+    client.put("kv/decode/b", "http://10.0.0.2:8000")
+
+
 def _until_answers(call: Any) -> None:
     for _ in range(200):
         try:
@@ -98,13 +113,70 @@ def _until_answers(call: Any) -> None:
 
 
 @on_loop
+async def test_tls_and_users(
+    tmp_path: Path,
+    server: Etcd,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "none"))
+    made = make_certificates(tmp_path, alternative="IP:127.0.0.1")
+    certificate = ("--cert-file", made.tls_cert, "--key-file", made.tls_key)
+
+    def restart(*tls: str) -> None:
+        server.stop()
+        server.tls = tls
+        server.start()
+
+    async def learns_nothing(one: EtcdServer) -> None:
+        caplog.clear()
+        async with Latest(etcd.follow(one, refused)) as latest:
+            await until(lambda: "etcd: " in caplog.text)
+            assert latest.times == 0
+
+    restart(*certificate, "--client-cert-auth", "--trusted-ca-file", made.tls_ca)
+    client = (made.tls_ca, made.tls_key, made.tls_cert)
+    admin = etcd.Etcd3Client("127.0.0.1", server.port, "https", *client, timeout=5.0)
+    admin.session.trust_env = False
+    put = partial(admin.put, "kv/decode/a", "http://10.0.0.1:8000")
+    await asyncio.to_thread(_until_answers, put)
+    url = f"{server.url}/kv"
+    async with Latest(
+        etcd.follow(EtcdServer(url, made.tls_ca, (made.tls_cert, made.tls_key)), refused)
+    ) as latest:
+        await until(lambda: len(latest.urls(Role.DECODE)) == 1)
+    await learns_nothing(EtcdServer(url, made.tls_ca))
+
+    # With users, etcd wants no certificate of a client.
+    restart(*certificate)
+    admin.session.cert = None
+    await asyncio.to_thread(_until_answers, put)
+    for path, body in (
+        ("user/add", {"name": "root", "password": "secret"}),
+        ("role/add", {"name": "root"}),
+        ("user/grant", {"user": "root", "role": "root"}),
+        ("enable", {}),
+    ):
+        await asyncio.to_thread(admin.post, admin.get_url(f"/auth/{path}"), json=body)
+    known = EtcdServer(url, made.tls_ca, None, "root", "secret")
+    async with Latest(etcd.follow(known, refused)) as latest:
+        await until(lambda: len(latest.urls(Role.DECODE)) == 1)
+        restart(*certificate)  # etcd forgets its tokens
+        await asyncio.to_thread(_until_answers, partial(_put_as_root, admin))
+        await until(lambda: len(latest.urls(Role.DECODE)) == 2)
+    await learns_nothing(EtcdServer(url, made.tls_ca))
+    await learns_nothing(EtcdServer(url, made.tls_ca, None, "root", "guess"))
+    await learns_nothing(EtcdServer(url, "", None, "root", "secret"))
+
+
+@on_loop
 async def test_a_router_serves_with_what_etcd_names(server: Etcd) -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     async with contextlib.AsyncExitStack() as ends:
         for engine in (p, d):
             await engine.start()
             ends.push_async_callback(engine.stop)
-        source = Sources(etcd=f"http://127.0.0.1:{server.port}/kv")
+        source = Sources(etcd=EtcdServer(f"{server.url}/kv"))
         router = await ends.enter_async_context(bench([], [], sources=source))
         client = etcd.Etcd3Client(port=server.port, timeout=5.0)
         for role, engine in (("prefill", p), ("decode", d)):

@@ -20,6 +20,7 @@ from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.options import (
     AdminAccess,
     EngineSpec,
+    EtcdServer,
     Intervals,
     Listening,
     RouterLimits,
@@ -31,6 +32,7 @@ from kvconnect.router.policy.ranking import RankingPolicy
 
 ONE, TWO = "one-0123456789abcd", "two-0123456789abcd"
 NEEDED = ["router", "--prefill", "http://a:1", "--decode", "http://b:2"]
+ETCD = [*NEEDED, "--etcd", "http://a/kv"]
 
 
 def served(monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> RouterOptions:
@@ -94,7 +96,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             str(keys),
             {Role.PREFILL: ("http://p:1",), Role.DECODE: ("http://d:2",)},
             {Role.PREFILL: ("http://s.n:3",)},
-            "http://e:2379/kv",
+            EtcdServer("http://e:2379/kv"),
         ),
         admin=AdminAccess("::1", 82, "0123456789abcdef"),
         listening=Listening("10.0.0.1", 81, True, "/c", "/k", (ApiKey(ONE), ApiKey(TWO, "alice"))),
@@ -124,6 +126,9 @@ def test_a_unified_router_needs_no_prefill_engine(monkeypatch: pytest.MonkeyPatc
             "--decode-kubernetes http://a: name the port",
         ),
         ([*NEEDED, "--etcd", "http://a:2379"], "--etcd http://a:2379: use a URL with a prefix"),
+        ([*NEEDED, "--etcd-user", "a"], "--etcd-user a: set --etcd, too"),
+        ([*ETCD, "--etcd-user", "a"], "--etcd-user a: set --etcd-user and --etcd-password-file"),
+        ([*ETCD, "--etcd-tls-dir", "/none"], "--etcd-tls-dir /none: put the file ca.crt there"),
         (
             [*NEEDED, "--workers-file", "/none"],
             "--workers-file /none: name a file that can be read: No such file or directory\n",

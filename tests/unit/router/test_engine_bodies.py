@@ -14,10 +14,10 @@ from kvconnect.errors import ConfigError, Refused
 from kvconnect.router.fleet import reports
 from kvconnect.router.options import (
     EngineSpec,
+    EtcdServer,
     Intervals,
     RouterLimits,
     RouterOptions,
-    check_etcd,
     check_hosts,
     engine_specs,
 )
@@ -684,7 +684,7 @@ def test_what_is_no_url_of_an_engine_is_refused(url: str) -> None:
 @pytest.mark.parametrize("before", ["u:secret", ":secret", "secret", "u:sec/ret", "u:se@cret", ""])
 def test_a_url_has_no_password(before: str) -> None:
     """It would stand in /health, in metrics and in logs; so not in the message either."""
-    for refuse in (lambda url: engine_specs("prefill", [url]), lambda url: check_etcd(url + "/k")):
+    for refuse in (lambda url: engine_specs("prefill", [url]), lambda url: EtcdServer(url + "/k")):
         with pytest.raises(ConfigError, match="leave user and password out") as error:
             refuse(f"http://{before}@a:1")
         assert "sec" not in str(error.value) and "ret" not in str(error.value)

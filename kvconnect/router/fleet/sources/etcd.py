@@ -17,7 +17,7 @@ from etcd3gw.exceptions import Etcd3Exception
 from kvconnect.errors import ConfigError
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import EngineSpec, engine_spec
+from kvconnect.router.options import EngineSpec, EtcdServer, engine_spec
 from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)
@@ -26,18 +26,16 @@ EVERY_S = 1.0
 _ANSWER_S = 5.0
 
 
-async def follow(url: str, refuse: OnRefused) -> EngineSource:
-    """Poll all keys under the path of ``url``."""
-    parts = urlsplit(url)
-    etcd = Etcd3Client(parts.hostname or "", parts.port or 2379, parts.scheme, timeout=_ANSWER_S)
-    entries = Entries(parts.path.strip("/"), refuse)
+async def follow(server: EtcdServer, refuse: OnRefused) -> EngineSource:
+    """Poll all keys under the path of the server's URL."""
+    etcd = _Client(server)
+    entries = Entries(urlsplit(server.url).path.strip("/"), refuse)
     last: list[tuple[bytes, bytes]] | None = None
     while True:
         try:
-            found = await asyncio.to_thread(etcd.get_prefix, entries.prefix + "/")
-            pairs = sorted((entry["key"], value) for value, entry in found)
+            pairs = await asyncio.to_thread(etcd.under, entries.prefix + "/")
         except (Etcd3Exception, OSError) as error:
-            logger.warning("etcd: %r", error)
+            logger.warning("etcd: %r %s", error, getattr(error, "detail_text", ""))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             refuse(InputKind.ETCD, f"etcd: an answer that makes no sense: {error!r}")
         else:
@@ -45,6 +43,50 @@ async def follow(url: str, refuse: OnRefused) -> EngineSource:
                 last = pairs
                 yield entries.named(pairs)
         await asyncio.sleep(EVERY_S)
+
+
+class _Client:
+    """etcd3gw's client, which knows no users. One thread at a time."""
+
+    def __init__(self, server: EtcdServer) -> None:
+        parts = urlsplit(server.url)
+        self._server = server
+        certificate, key = server.certificate or (None, None)
+        self._etcd = Etcd3Client(
+            parts.hostname or "",
+            parts.port or 2379,
+            parts.scheme,
+            ca_cert=server.authority or None,
+            cert_cert=certificate,
+            cert_key=key,
+            timeout=_ANSWER_S,
+        )
+        # REQUESTS_CA_BUNDLE in the environment would count before the authority of the flag.
+        self._etcd.session.trust_env = not server.authority
+        self._logged_in = not server.user
+
+    def under(self, prefix: str) -> list[tuple[bytes, bytes]]:
+        """Return the keys under a prefix, with their values, sorted. Blocks.
+
+        Raises:
+            Etcd3Exception, OSError: no answer, or a refusal. A login is made again after it.
+            ValueError, TypeError, KeyError, AttributeError: an answer that makes no sense.
+        """
+        if not self._logged_in:
+            self._log_in()
+        try:
+            found = self._etcd.get_prefix(prefix)
+        except Etcd3Exception:  # as when the token has expired
+            self._logged_in = not self._server.user
+            raise
+        return sorted((entry["key"], value) for value, entry in found)
+
+    def _log_in(self) -> None:
+        self._etcd.session.headers.pop("Authorization", None)
+        who = {"name": self._server.user, "password": self._server.password}
+        answer = self._etcd.post(self._etcd.get_url("/auth/authenticate"), json=who)
+        self._etcd.session.headers["Authorization"] = str(answer["token"])
+        self._logged_in = True
 
 
 class Entries:
