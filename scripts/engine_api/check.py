@@ -31,13 +31,14 @@ disable_error_code = overload-cannot-match, override
 """
 
 
-def problems(digest: str, package: str, folder: Path) -> list[str]:
+def problems(digest: str, package: str, folder: Path, cache: Path | None = None) -> list[str]:
     """Return what KVConnect expects of an engine and a digest of it does not have, as mypy's lines.
 
     Args:
         digest: What ``python -m scripts.engine_api`` printed for that version.
         package: ``vllm`` or ``sglang``.
         folder: An empty folder for what is unpacked.
+        cache: mypy's cache, which checks of other digests may share.
     """
     stubs = folder / "stubs"
     unpack(digest, stubs)
@@ -46,7 +47,13 @@ def problems(digest: str, package: str, folder: Path) -> list[str]:
     paths = [str(path.relative_to(ROOT)) for path in users(package)]
     calls = stubs / f"{CALLS}.py"
     made = subprocess.run(
-        [sys.executable, "-m", "mypy", f"--config-file={settings}", f"--cache-dir={folder}/cache"]
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            f"--config-file={settings}",
+            f"--cache-dir={cache or folder / 'cache'}",
+        ]
         + paths
         + [str(calls)] * calls.exists(),
         cwd=ROOT,

@@ -33,13 +33,20 @@ def installed() -> str:
     return digest(Path(vllm.__file__).parents[1], "vllm")
 
 
-def test_the_installed_version_has_what_kvconnect_uses(installed: str, tmp_path: Path) -> None:
-    assert problems(installed, "vllm", tmp_path) == []
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
 
 
-def test_the_last_supported_version_has_what_kvconnect_uses(tmp_path: Path) -> None:
+def test_the_installed_version_has_what_kvconnect_uses(
+    installed: str, tmp_path: Path, cache: Path
+) -> None:
+    assert problems(installed, "vllm", tmp_path, cache) == []
+
+
+def test_the_last_supported_version_has_what_kvconnect_uses(tmp_path: Path, cache: Path) -> None:
     last = "{}.{}".format(*SUPPORTED_VLLM[1])
-    assert problems(committed(last), "vllm", tmp_path) == [], FIX
+    assert problems(committed(last), "vllm", tmp_path, cache) == [], FIX
 
 
 CHANGES = {
@@ -72,13 +79,13 @@ CHANGES = {
 }
 
 
-def test_a_change_in_the_engine_is_found(tmp_path: Path) -> None:
+def test_a_change_in_the_engine_is_found(tmp_path: Path, cache: Path) -> None:
     """Negative control: each of these changes is one that a new version could bring."""
     text = committed("0.33")
     for old, (new, _) in CHANGES.items():
         assert text.count(old), old
         text = text.replace(old, new)
-    found = "\n".join(problems(text, "vllm", tmp_path))
+    found = "\n".join(problems(text, "vllm", tmp_path, cache))
     assert [said for _, said in CHANGES.values() if said not in found] == []
 
 
