@@ -161,6 +161,7 @@ class Fleet:
                 caches.host.clear()
             return _json({"success": True})
         if path in ("/v1/completions", "/generate"):
+            time.sleep(TOKEN_S)  # who asks without a pause would keep the interpreter from others
             with self._lock:
                 return self._completion(self._engine(client), path == "/generate", body)
         return _json({})
