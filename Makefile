@@ -14,7 +14,7 @@
 #                     KVConnect; makes docs/models.md. MODELS_ARGS="--only qwen3" narrows it
 # make gpu            tests and benchmark of the copies, on a machine with an NVIDIA GPU; PIECES=DIR
 #                     has the packages (scripts/gpu_run pack) where there is no registry
-# make docs           the documentation as a site, in build/site
+# make docs           the documentation as a site, in build/site; needs no engine
 # make fuzz           a million broken inputs against everything that reads what others wrote, and a
 #                     million more to each reader, guided by coverage; then random runs of vLLM's
 #                     and SGLang's schedulers. SCHEDULER_ARGS="--seed 7 --hours 8" says which and
@@ -44,6 +44,8 @@ READY := .venv/.ready
 SGLANG_BIN := .venv-sglang/bin
 SGLANG_READY := .venv-sglang/.ready
 PEERS_READY := .venv-peers/.ready
+DOCS_READY := .venv-docs/.ready
+SITE := mkdocs-material>=9.5,<10
 GPU_PYTHON := .venv-gpu/bin/python
 # What changes the installed package also makes an environment stale.
 SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py kvconnect/native/*.[ch] kernels/*.cu*)
@@ -66,6 +68,9 @@ $(SGLANG_READY): $(SOURCES) scripts/sglang_on_cpu.py
 
 $(PEERS_READY): scripts/setup
 	@PYTHON="$(PYTHON)" scripts/setup peers
+
+$(DOCS_READY): Makefile
+	@$(PYTHON) -m venv .venv-docs && .venv-docs/bin/pip install --quiet '$(SITE)' && touch $@
 
 # Runs a part of the tests and says what it took.
 part = @echo "== $(1)" && start=$$(date +%s) && $(2) && \
@@ -134,8 +139,8 @@ outside: $(READY) $(SGLANG_READY) $(PEERS_READY)
 outside-quick: $(READY) $(SGLANG_READY)
 	$(call part,programs of others,python -m tests.outside --quick)
 
-docs: $(READY)
-	@mkdocs build --strict --site-dir build/site
+docs: $(DOCS_READY)
+	@.venv-docs/bin/mkdocs build --strict --site-dir build/site
 
 fuzz: $(READY) $(SGLANG_READY)
 	@python -m tests.fuzz.fuzz_codec --runs 1000000 $(FUZZ_ARGS)
@@ -156,5 +161,5 @@ sanitize: $(READY)
 	$(call part,sanitizers,scripts/sanitize address && scripts/sanitize thread)
 
 clean:
-	rm -rf .venv .venv-sglang .venv-peers .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-sglang .venv-peers .venv-gpu .venv-docs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvconnect -name '*.so' -delete

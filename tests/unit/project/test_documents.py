@@ -286,6 +286,11 @@ def test_the_plot_shows_the_committed_results() -> None:
     assert not headlines.meets(row._replace(higher=True), 0.494)
 
 
+def test_the_site_is_made_with_the_tool_that_tests_have() -> None:
+    (tool,) = re.findall(r"^SITE := (.+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert f'"{tool}"' in (ROOT / "pyproject.toml").read_text()
+
+
 # Paths and layout -------------------------------------------------------------------------------
 
 _PATH = re.compile(r"`([\w.-]+(?:/[\w.-]*)+)`|\]\(([\w.-]+(?:/[\w.-]+)*)(?:#[\w-]+)?\)")
