@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from tests.engines.models import VOCAB_SIZE, model_dir
+from tests.engines.ranks import until
 from tests.pictures import SIZE, data_url, png
 from tests.sglang.pd import decode_server, prefill_server, room, side_by_side
+from tests.sglang.scenario import moved_bytes
 from tests.sglang.server import GenerateClient, GenerateRouter, SglangServer
 
 KEYS = ("sk-0123456789abcdef", "sk-4a7f0c2be19d4e5f")
@@ -144,8 +146,7 @@ def test_images_are_handed_off(pair: tuple[SglangServer, SglangServer], model: s
         right = [see(single, number) for number in range(3)]
     assert len({*right}) == len(right)
     assert [hand_off(p, d, number, number) for number in range(3)] == right
-    moved = d.metric("sglang:kvconnect_transfer_bytes_total", transfer_type="RECV")
-    assert moved > 0, "decode computed none of it"
+    until(lambda: moved_bytes(d, "RECV") > 0, "decode has received pages")
 
 
 def test_another_image_is_refused_before_it_counts(pair: tuple[SglangServer, SglangServer]) -> None:
