@@ -48,9 +48,8 @@ def test_a_result_names_the_commit_that_it_measured(
 
 WITHOUT_COMMIT = {
     "balance", "chaos", "handoff", "hybrids",
-    "models", "mooncake_storage", "offload_engine", "overhead", "router",
+    "models", "mooncake_storage", "router",
     "serve", "sglang_handoff", "sharing", "soak", "tiers",
-    "tiers_default",
 }  # fmt: skip
 """Results that do not say what they measured, or of which release: to be measured again."""
 RELEASES_OLD = 1
