@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from dataclasses import dataclass
 
 from kvconnect.copy.base import MAX_DESCRIPTORS, MAX_IN_FLIGHT, Direction, StagedCopy
 from kvconnect.copy.driver import Driver
@@ -30,19 +31,17 @@ def stride_of(block_bytes: int) -> int:
     return -(-block_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
+@dataclass(frozen=True)
 class BlockPlaces:
     """Where the blocks of one group are: ``table`` has ``rows`` rows for the kernels, from ``area``
     on; slots begin at ``arena`` and lie ``slot_bytes`` apart. All are addresses or bytes."""
 
-    def __init__(
-        self, area: int, arena: int, slot_bytes: int, block_bytes: int, table: int, rows: int
-    ) -> None:
-        self.area = area
-        self.arena = arena
-        self.slot_bytes = slot_bytes
-        self.block_bytes = block_bytes
-        self.table = table
-        self.rows = rows
+    area: int
+    arena: int
+    slot_bytes: int
+    block_bytes: int
+    table: int
+    rows: int
 
 
 class _Segment:

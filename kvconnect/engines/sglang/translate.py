@@ -171,7 +171,7 @@ def _kv_buffers(args: Any, model: Model) -> Iterator[Buffer]:
         names = [str(layer) for layer in ids]  # MHA has each twice: K, then V
     names += [f"draft.{number}" for number in range(draft)]
     buffers = zip(names, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True)
-    return (Buffer(*buffer) for buffer in buffers)
+    return (Buffer(name, address, nbytes, item) for name, address, nbytes, item in buffers)
 
 
 def _is_sorted_by_kind(args: Any) -> bool:

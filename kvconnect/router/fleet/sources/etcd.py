@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 _ANSWER_S = 5.0
+_SHOWN = 200  # characters of a server's refusal that are logged
 
 
 async def follow(server: EtcdServer, refuse: OnRefused) -> EngineSource:
@@ -35,7 +36,7 @@ async def follow(server: EtcdServer, refuse: OnRefused) -> EngineSource:
         try:
             pairs = await asyncio.to_thread(etcd.under, entries.prefix + "/")
         except (Etcd3Exception, OSError) as error:
-            logger.warning("etcd: %r %s", error, getattr(error, "detail_text", ""))
+            logger.warning("etcd: %r %s", error, str(getattr(error, "detail_text", ""))[:_SHOWN])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             refuse(InputKind.ETCD, f"etcd: an answer that makes no sense: {error!r}")
         else:
