@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,32 +23,49 @@ from tests.servers import free_port
 
 
 class Etcd:
-    """A real server."""
+    """A real server. One that is killed before it has answered may leave files that none reads."""
+
+    url: str
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.port, self._peers = free_port(), free_port()
-        self.tls: tuple[str, ...] = ()
+        self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def url(self) -> str:
-        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
+    def start(self, *tls: str) -> None:
+        """Start with these flags of TLS; a server that runs is stopped before."""
+        self.stop()
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
         here, peers = self.url, f"http://127.0.0.1:{self._peers}"
         command = [
             *("etcd", "--data-dir", str(self._folder / "data"), "--log-level", "error"),
+            "--unsafe-no-fsync",  # beside other tests, a disk may need seconds for each one
             *("--listen-client-urls", here, "--advertise-client-urls", here),
             *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
-            *("--initial-cluster", f"default={peers}", *self.tls),
+            *("--initial-cluster", f"default={peers}", *tls),
         ]
-        log = (self._folder / "log").open("ab")
-        with log:
+        with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    async def answers(self, call: Callable[[], object]) -> None:
+        """Repeat a call until the server, which starts, answers it."""
+
+        async def answered() -> bool:
+            assert self._process is not None and self._process.poll() is None, (
+                self._folder / "log"
+            ).read_text()[-2000:]
+            try:
+                await asyncio.to_thread(call)
+            except etcd.Etcd3Exception:
+                return False
+            return True
+
+        await until(answered)
 
 
 @pytest.fixture
@@ -58,7 +74,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Etcd]:
         pytest.skip("etcd is not installed")
     monkeypatch.setattr(etcd, "EVERY_S", 0.02)
     found = Etcd(tmp_path)
-    found.start()
     yield found
     found.stop()
 
@@ -66,6 +81,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Etcd]:
 @on_loop
 async def test_engines_register_in_etcd_and_a_wrong_one_harms_itself_alone(server: Etcd) -> None:
     client = etcd.Etcd3Client(port=server.port, timeout=5.0)
+    server.start()
+    await server.answers(client.status)
     async with Latest(etcd.follow(EtcdServer(f"{server.url}/kv/one"), refused)) as latest:
         await until(lambda: latest.times == 1)
         assert latest.named == {Role.PREFILL: (), Role.DECODE: ()}
@@ -90,7 +107,7 @@ async def test_engines_register_in_etcd_and_a_wrong_one_harms_itself_alone(serve
         await asyncio.sleep(0.2)
         assert latest.times == times, "no answer changes nothing"
         server.start()
-        await asyncio.to_thread(_until_answers, lease.revoke)
+        await server.answers(lease.revoke)
         await until(lambda: latest.named == {Role.PREFILL: (a,), Role.DECODE: (z,)})
 
 
@@ -100,16 +117,6 @@ def _put_as_root(client: Any) -> None:
     answer = client.post(client.get_url("/auth/authenticate"), json=who)
     client.session.headers["Authorization"] = answer["token"]
     client.put("kv/decode/b", "http://10.0.0.2:8000")
-
-
-def _until_answers(call: Any) -> None:
-    for _ in range(200):
-        try:
-            call()
-            return
-        except etcd.Etcd3Exception:
-            time.sleep(0.05)
-    raise AssertionError("etcd does not answer")
 
 
 @on_loop
@@ -123,23 +130,18 @@ async def test_tls_and_users(
     made = make_certificates(tmp_path, alternative="IP:127.0.0.1")
     certificate = ("--cert-file", made.tls_cert, "--key-file", made.tls_key)
 
-    def restart(*tls: str) -> None:
-        server.stop()
-        server.tls = tls
-        server.start()
-
     async def learns_nothing(one: EtcdServer) -> None:
         caplog.clear()
         async with Latest(etcd.follow(one, refused)) as latest:
             await until(lambda: "etcd: " in caplog.text)
             assert latest.times == 0
 
-    restart(*certificate, "--client-cert-auth", "--trusted-ca-file", made.tls_ca)
+    server.start(*certificate, "--client-cert-auth", "--trusted-ca-file", made.tls_ca)
     client = (made.tls_ca, made.tls_key, made.tls_cert)
     admin = etcd.Etcd3Client("127.0.0.1", server.port, "https", *client, timeout=5.0)
     admin.session.trust_env = False
     put = partial(admin.put, "kv/decode/a", "http://10.0.0.1:8000")
-    await asyncio.to_thread(_until_answers, put)
+    await server.answers(put)
     url = f"{server.url}/kv"
     async with Latest(
         etcd.follow(EtcdServer(url, made.tls_ca, (made.tls_cert, made.tls_key)), refused)
@@ -148,9 +150,9 @@ async def test_tls_and_users(
     await learns_nothing(EtcdServer(url, made.tls_ca))
 
     # With users, etcd wants no certificate of a client.
-    restart(*certificate)
+    server.start(*certificate)
     admin.session.cert = None
-    await asyncio.to_thread(_until_answers, put)
+    await server.answers(put)
     for path, body in (
         ("user/add", {"name": "root", "password": "secret"}),
         ("role/add", {"name": "root"}),
@@ -161,8 +163,8 @@ async def test_tls_and_users(
     known = EtcdServer(url, made.tls_ca, None, "root", "secret")
     async with Latest(etcd.follow(known, refused)) as latest:
         await until(lambda: len(latest.urls(Role.DECODE)) == 1)
-        restart(*certificate)  # etcd forgets its tokens
-        await asyncio.to_thread(_until_answers, partial(_put_as_root, admin))
+        server.start(*certificate)  # etcd forgets its tokens
+        await server.answers(partial(_put_as_root, admin))
         await until(lambda: len(latest.urls(Role.DECODE)) == 2)
     await learns_nothing(EtcdServer(url, made.tls_ca))
     await learns_nothing(EtcdServer(url, made.tls_ca, None, "root", "guess"))
@@ -172,6 +174,7 @@ async def test_tls_and_users(
 @on_loop
 async def test_a_router_serves_with_what_etcd_names(server: Etcd) -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
+    server.start()
     async with contextlib.AsyncExitStack() as ends:
         for engine in (p, d):
             await engine.start()
@@ -180,8 +183,7 @@ async def test_a_router_serves_with_what_etcd_names(server: Etcd) -> None:
         router = await ends.enter_async_context(bench([], [], sources=source))
         client = etcd.Etcd3Client(port=server.port, timeout=5.0)
         for role, engine in (("prefill", p), ("decode", d)):
-            put = (client.put, f"kv/{role}/x", engine.url)
-            await asyncio.to_thread(_until_answers, lambda put=put: put[0](*put[1:]))
+            await server.answers(partial(client.put, f"kv/{role}/x", engine.url))
 
         async def serves(status: int) -> bool:
             return (await router.post(ASK)).status == status
