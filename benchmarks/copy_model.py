@@ -89,6 +89,7 @@ class Figures:
 class _Job:
     kind: TransferType
     chunks: Chunks
+    awaits_fence: bool = False
 
 
 @dataclass

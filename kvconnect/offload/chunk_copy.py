@@ -62,13 +62,13 @@ class ChunkCopier:
     def start(
         self,
         kind: TransferType,
-        fence: Fence,
+        fence: Fence | None,
         part: GroupBlocks,
         sync: SyncLoad | None = None,
         launched: Callable[[Fence], None] | None = None,
     ) -> ChunkCopy:
-        """Launch a chunk behind ``fence``; a synchronous load layer by layer. ``launched`` gets a
-        fence behind the copy of another load."""
+        """Launch a chunk behind ``fence``, if there is one; a synchronous load layer by layer.
+        ``launched`` gets a fence behind the copy of another load."""
         if kind is TransferType.CPU_TO_GPU:
             return self._load(fence, part, sync, launched)
         return self._store_blocks(fence, part)
@@ -90,7 +90,7 @@ class ChunkCopier:
             good, cause = self._verified(chunk.part, chunk.sealed, found) or (good, cause)
         return good, cause
 
-    def _store_blocks(self, fence: Fence, part: GroupBlocks) -> ChunkCopy:
+    def _store_blocks(self, fence: Fence | None, part: GroupBlocks) -> ChunkCopy:
         sealed = [i for i, slot in enumerate(part.slots) if self._store.digests.begin(slot)]
         kind, digests = TransferType.GPU_TO_CPU, list[Digests]()
         staged = self._stage(kind, part, sealed)
@@ -115,7 +115,7 @@ class ChunkCopier:
     def _launch_staged(
         self,
         kind: TransferType,
-        fence: Fence,
+        fence: Fence | None,
         copy: Callable[[], None],
         staged: StagedCopy,
         sealed: Sequence[int],
@@ -134,7 +134,7 @@ class ChunkCopier:
 
     def _load(
         self,
-        fence: Fence,
+        fence: Fence | None,
         part: GroupBlocks,
         sync: SyncLoad | None,
         launched: Callable[[Fence], None] | None,

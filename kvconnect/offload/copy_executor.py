@@ -5,6 +5,9 @@ copies jobs in chunks, which ``copy_schedule`` chooses. On a device, several chu
 direction are in flight at a time. A second thread per direction waits for them, because only a
 thread that does nothing else can wait for the device without polling it. Synchronous loads are
 copied layer by layer instead (``layer_loads``).
+
+A store is launched only when the device has passed its fence. A driver's queue is bounded, and what
+waits in it behind a forward would block the copy thread, and with it the loads that come next.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class FinishedCopy:
 @dataclass(eq=False)
 class _Task:
     job: StoreBlocks | LoadBlocks
-    fence: Fence
+    fence: Fence | None  # None: nothing to wait for
     expires: float
     chunks: Chunks
     sync: SyncLoad | None  # progress that the engine's thread follows
@@ -60,6 +63,8 @@ class _Task:
     seconds: float = 0.0
     queued: bool = True
     in_flight: int = 0
+    awaits_fence: bool = False
+    fence_failed: bool = False  # the device follows it then, or refuses
     ended: Callable[[FinishedCopy], None] | None = None
     launched: Callable[[Fence], None] | None = None
 
@@ -217,6 +222,8 @@ class CopyExecutor:
             task = self._schedule.next(self._clock()) if runs else None
         if task is None:
             return False
+        if self._await_fence(task):
+            return True
         if task.chunks:
             part = self._schedule.cut(task)
             if self._clock() >= task.expires:
@@ -225,6 +232,34 @@ class CopyExecutor:
                 self._launch(task, part)
         self._finish_if_done(task)
         return True
+
+    def _await_fence(self, task: _Task) -> bool:
+        """Return whether a store must wait for its fence; a waiter's thread then does."""
+        is_store = task.kind is TransferType.GPU_TO_CPU
+        if not is_store or task.fence is None or task.fence_failed:
+            return False
+        with suppress(TransferFailed):  # the waiter sees the same
+            if self.streams.has_passed(task.fence):
+                task.fence = None
+                return False
+        task.awaits_fence = True
+        self._waiter(task.kind).add(partial(self._wait_for_fence, task, task.fence))
+        return True
+
+    def _wait_for_fence(self, task: _Task, fence: Fence) -> None:
+        """Wait for a store's fence, on a waiter's thread."""
+        task.fence_failed = True
+        with contained(partial(_log_error, task)):  # the launch will fail, too
+            self.streams.wait(fence)
+            task.fence, task.fence_failed = None, False
+        with self._wake:
+            task.awaits_fence = False
+            self._wake.notify_all()
+
+    def _waiter(self, kind: TransferType) -> _Waiter:
+        if kind not in self._waiters:
+            self._waiters[kind] = _Waiter(kind)
+        return self._waiters[kind]
 
     def _launch(self, task: _Task, part: GroupBlocks) -> None:
         chunk, started = None, time.perf_counter()
@@ -242,9 +277,7 @@ class CopyExecutor:
             self._land(task, chunk)
             return
         self._schedule.submitted(task.kind, part, time.perf_counter() - started)
-        if task.kind not in self._waiters:
-            self._waiters[task.kind] = _Waiter(task.kind, self._wait)
-        self._waiters[task.kind].add((task, chunk))
+        self._waiter(task.kind).add(partial(self._wait, (task, chunk)))
 
     def _wait(self, launched: _Launched) -> None:
         """Wait for a chunk, on a waiter's thread."""
@@ -289,24 +322,24 @@ class CopyExecutor:
 
 
 class _Waiter:
-    """A thread that waits for the chunks of one direction, in the order of their launch."""
+    """A thread that waits for the chunks of one direction, and for the fences of those to come, in
+    the order of the device's work."""
 
-    def __init__(self, kind: TransferType, wait: Callable[[_Launched], None]) -> None:
-        self._wait = wait
-        self._launched: deque[_Launched] = deque()
+    def __init__(self, kind: TransferType) -> None:
+        self._waits: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         name = f"kvconnect-await-{kind.value.replace('_', '-').lower()}"
         threads.make(threads.ThreadKind.COPY, name, self._loop).start()
 
-    def add(self, launched: _Launched) -> None:
-        """Wait for a chunk after those before it."""
+    def add(self, wait: Callable[[], None]) -> None:
+        """Call ``wait`` after those before it."""
         with self._changed:
-            self._launched.append(launched)
+            self._waits.append(wait)
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread after the chunks that it was given."""
+        """End the thread after the waits that it was given."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -314,11 +347,11 @@ class _Waiter:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._launched)
-                if not self._launched:
+                self._changed.wait_for(lambda: self._closed or self._waits)
+                if not self._waits:
                     return
-                launched = self._launched.popleft()
-            self._wait(launched)
+                wait = self._waits.popleft()
+            wait()
 
 
 def _sync_load(job: StoreBlocks | LoadBlocks, geometry: Geometry) -> SyncLoad | None:

@@ -122,9 +122,10 @@ class Chunks:
 
 
 class QueuedJob(Protocol):
-    """A copy job as the schedule sees it."""
+    """A copy job as the schedule sees it. ``awaits_fence``: nothing of it may be launched yet."""
 
     chunks: Chunks
+    awaits_fence: bool
 
     @property
     def kind(self) -> TransferType: ...
@@ -172,9 +173,11 @@ class CopySchedule(Generic[Job]):
     def next(self, now: float) -> Job | None:
         """Return the job that may launch a chunk now, if any."""
         for kind in _KINDS:
+            queue = self._queues[kind]
             limited = kind is TransferType.GPU_TO_CPU and self._limiter.delay(now)
-            if self._queues[kind] and self._in_flight[kind] < MAX_IN_FLIGHT and not limited:
-                return self._queues[kind][0]
+            is_free = self._in_flight[kind] < MAX_IN_FLIGHT and not limited
+            if queue and is_free and not queue[0].awaits_fence:
+                return queue[0]
         return None
 
     def delay(self, now: float) -> float | None:

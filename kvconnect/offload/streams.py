@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -96,6 +96,18 @@ class Streams(ABC):
         """Make later work of the current stream wait for ``fence``; does not block."""
 
     @abstractmethod
+    def has_passed(self, fence: Fence) -> bool:
+        """Return whether the device has passed ``fence``; does not block. For any thread."""
+
+    @abstractmethod
+    def wait(self, fence: Fence) -> None:
+        """Block only the calling thread until the device has passed ``fence``. For any thread.
+
+        Raises:
+            TransferFailed: the device failed.
+        """
+
+    @abstractmethod
     def current(self) -> int:
         """Return the number of the calling thread's current stream."""
 
@@ -107,12 +119,12 @@ class Streams(ABC):
     def launch(
         self,
         kind: TransferType,
-        fence: Fence,
+        fence: Fence | None,
         copy: Callable[[], None],
         digest: Callable[[], None] | None = None,
         ahead: Ahead | None = None,
     ) -> InFlightCopy:
-        """Start ``copy`` after ``fence``, in order with other copies of its kind.
+        """Start ``copy`` after ``fence``, in order with other copies of its kind; None: at once.
 
         ``ahead`` comes after ``fence`` and before ``copy``, beside earlier copies of its kind.
         ``digest`` reads the blocks of the KV cache: those to be stored, or those that were loaded.
@@ -122,7 +134,7 @@ class Streams(ABC):
         After an error, nothing of the copy is in flight.
         """
 
-    def run(self, kind: TransferType, fence: Fence, copy: Callable[[], None]) -> float:
+    def run(self, kind: TransferType, fence: Fence | None, copy: Callable[[], None]) -> float:
         """Run ``copy`` after ``fence``; block until it is done; return its seconds."""
         return self.launch(kind, fence, copy).wait()
 
@@ -135,6 +147,11 @@ class HostStreams(Streams):
 
     def follow(self, fence: Fence) -> None: ...
 
+    def has_passed(self, fence: Fence) -> bool:  # noqa: ARG002
+        return True
+
+    def wait(self, fence: Fence) -> None: ...
+
     def current(self) -> int:
         return 0
 
@@ -144,7 +161,7 @@ class HostStreams(Streams):
     def launch(
         self,
         kind: TransferType,  # noqa: ARG002
-        fence: Fence,  # noqa: ARG002
+        fence: Fence | None,  # noqa: ARG002
         copy: Callable[[], None],
         digest: Callable[[], None] | None = None,
         ahead: Ahead | None = None,
@@ -264,6 +281,14 @@ class CudaStreams(Streams):
     def follow(self, fence: Fence) -> None:
         torch.cuda.current_stream(self._device).wait_event(fence)
 
+    def has_passed(self, fence: Fence) -> bool:
+        event = cast(OwnEvent, fence)
+        return event.query()
+
+    def wait(self, fence: Fence) -> None:
+        event = cast(OwnEvent, fence)
+        event.synchronize()
+
     def current(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
@@ -275,7 +300,7 @@ class CudaStreams(Streams):
     def launch(
         self,
         kind: TransferType,
-        fence: Fence,
+        fence: Fence | None,
         copy: Callable[[], None],
         digest: Callable[[], None] | None = None,
         ahead: Ahead | None = None,
@@ -285,7 +310,8 @@ class CudaStreams(Streams):
         try:
             events = self._pool.take()
             with draining(stream):
-                stream.wait_event(fence)
+                if fence is not None:
+                    stream.wait_event(fence)
                 events.start.record()
                 if ahead is not None:
                     self._launch_ahead(kind, fence, ahead, events.arrived)
@@ -302,23 +328,27 @@ class CudaStreams(Streams):
     def _event(self, timing: bool = False) -> OwnEvent:
         return OwnEvent(self._device, self._context, timing)
 
-    def _launch_ahead(self, kind: TransferType, fence: Fence, ahead: Ahead, end: OwnEvent) -> None:
+    def _launch_ahead(
+        self, kind: TransferType, fence: Fence | None, ahead: Ahead, end: OwnEvent
+    ) -> None:
         key = kind, ahead.lane
         if key not in self._lanes:
             urgent = kind is TransferType.CPU_TO_GPU
             self._lanes[key] = own_stream(self._device, urgent=urgent)
         stream = self._lanes[key]
         with draining(stream):
-            stream.wait_event(fence)
+            if fence is not None:
+                stream.wait_event(fence)
             ahead.work()
             end.record()
 
     def _launch_digest(
-        self, kind: TransferType, fence: Fence, digest: Callable[[], None], end: OwnEvent
+        self, kind: TransferType, fence: Fence | None, digest: Callable[[], None], end: OwnEvent
     ) -> None:
         stream = self._digests[kind]
         with draining(stream):
-            stream.wait_event(fence)
+            if fence is not None:
+                stream.wait_event(fence)
             digest()
             end.record()
 

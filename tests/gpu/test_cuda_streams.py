@@ -7,7 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 else:
     torch = pytest.importorskip("torch")
 
+from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.cuda import load_driver
 from kvconnect.offload.messages import LoadBlocks, StoreBlocks
-from kvconnect.offload.streams import CudaInFlightCopy, CudaStreams
+from kvconnect.offload.streams import CudaInFlightCopy, CudaStreams, Fence
 from kvconnect.types import TransferType
-from tests.gpu.worker import DEVICE, DMA, Worker
+from tests.gpu.worker import DEVICE, DMA, KERNEL, STAGED, Worker
 
 BUSY_CYCLES = 1_000_000_000  # about half a second
 LOAD, STORE = TransferType.CPU_TO_GPU, TransferType.GPU_TO_CPU
@@ -61,6 +62,37 @@ def test_a_store_follows_the_stream_that_its_fence_was_taken_on(worker: Worker) 
     slots = worker.store.tensor().view(8, 2, -1)
     assert not slots[:4].any()
     assert torch.equal(slots[4:], pages[:, 4:].transpose(0, 1))
+
+
+@pytest.mark.parametrize("choice", [KERNEL, DMA, STAGED])
+def test_nothing_of_a_store_is_queued_before_its_fence_has_passed(
+    monkeypatch: pytest.MonkeyPatch, choice: CopyThreshold
+) -> None:
+    worker = Worker(choice, blocks=8)
+    fences: list[Fence] = []
+    early: list[bool] = []
+    for name in ("launch", "copy_batch"):
+        call = getattr(worker.driver, name)
+
+        def noting(*arguments: Any, call: Callable[..., None] = call, **more: Any) -> None:
+            early.append(not worker.executor.streams.has_passed(fences[0]))
+            call(*arguments, **more)
+
+        monkeypatch.setattr(worker.driver, name, noting)
+    busy()
+    fences.append(worker.executor.fence())
+    worker.submit(1, StoreBlocks, range(4), fences[0])
+    worker.ended(1)
+    assert early and not any(early)
+    early.clear()
+    busy()
+    fences[0] = worker.executor.fence()
+    is_busy = not worker.executor.streams.has_passed(fences[0])
+    worker.submit(2, LoadBlocks, range(4), fences[0])
+    worker.ended(1)
+    assert any(early) or not is_busy  # the control: the device lets a load wait
+    torch.cuda.synchronize()
+    worker.close()
 
 
 # Digests on their own streams --------------------------------------------------------------------

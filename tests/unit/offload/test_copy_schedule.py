@@ -33,6 +33,7 @@ def blocks(count: int, group: int = 0, first: int = 0) -> GroupBlocks:
 class Job:
     kind: TransferType
     chunks: Chunks
+    awaits_fence: bool = False
 
 
 # Sizes -------------------------------------------------------------------------------------------
@@ -161,6 +162,21 @@ def test_loads_go_first_and_each_direction_has_its_own_flights() -> None:
     schedule.remove(load)
     assert schedule.next(0.0) is store
     assert repr(schedule) == "<CopySchedule 0 loads, 1 stores queued>"
+
+
+def test_a_store_that_awaits_its_fence_holds_back_stores_alone() -> None:
+    schedule: CopySchedule[Job] = CopySchedule([CHUNK_BYTES])
+    first, second = (Job(STORE, Chunks([blocks(1)])) for _ in range(2))
+    load = Job(LOAD, Chunks([blocks(1)]))
+    first.awaits_fence = True
+    for job in (first, second):
+        schedule.add(job)
+    assert schedule.next(0.0) is None  # the second is behind the same stream's work, or later
+    schedule.add(load)
+    assert schedule.next(0.0) is load
+    schedule.remove(load)
+    first.awaits_fence = False
+    assert schedule.next(0.0) is first
 
 
 def test_a_rate_limit_holds_back_stores_alone() -> None:

@@ -60,18 +60,47 @@ class Held(InFlightCopy):
         return self.seconds
 
 
+class HeldFence:
+    """Passes when told to; ``failed``: the device is lost."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.failed = False
+
+    def query(self) -> bool:
+        if self.failed:
+            raise TransferFailed("the device is lost")
+        return self.passed.is_set()
+
+    def wait(self) -> None:
+        assert self.passed.wait(WAIT_S)
+        self.query()
+
+
 class HeldStreams(Streams):
-    """Runs copies at once; ``free`` lets them land at once too."""
+    """Runs copies at once; ``free`` lets them land at once too. ``after``: the fences behind which
+    they were launched."""
 
     def __init__(self) -> None:
         self.flights: list[tuple[TransferType, Held]] = []
         self.launched = threading.Semaphore(0)
         self.free = False
+        self.after: list[Fence | None] = []
+        self.waits = threading.Semaphore(0)
 
     def fence(self) -> Fence:
         return None
 
     def follow(self, fence: Fence) -> None: ...
+
+    def has_passed(self, fence: Fence) -> bool:
+        assert isinstance(fence, HeldFence)
+        return fence.query()
+
+    def wait(self, fence: Fence) -> None:
+        assert isinstance(fence, HeldFence)
+        self.waits.release()
+        fence.wait()
 
     def current(self) -> int:
         return 0
@@ -82,10 +111,13 @@ class HeldStreams(Streams):
     def launch(
         self,
         kind: TransferType,
-        fence: Fence,
+        fence: Fence | None,
         copy: Callable[[], None],
         digest: Callable[[], None] | None = None,
     ) -> InFlightCopy:
+        self.after.append(fence)
+        if isinstance(fence, HeldFence) and fence.failed:
+            raise TransferFailed("a copy could not be launched")
         copy()
         if digest is not None:
             digest()
@@ -122,14 +154,18 @@ class Rig:
         )
 
     def submit(
-        self, number: int, kind: type[StoreBlocks] | type[LoadBlocks], blocks: range
+        self,
+        number: int,
+        kind: type[StoreBlocks] | type[LoadBlocks],
+        blocks: range,
+        fence: HeldFence | None = None,
     ) -> None:
         part = GroupBlocks(0, array("q", blocks), array("q", blocks))
         job = JobId(number)
         if kind is StoreBlocks:
-            self.executor.submit(StoreBlocks(job, (part,), 5.0), None)
+            self.executor.submit(StoreBlocks(job, (part,), 5.0), fence)
         else:
-            self.executor.submit(LoadBlocks(job, "r", (part,), 5.0, self.in_step), None)
+            self.executor.submit(LoadBlocks(job, "r", (part,), 5.0, self.in_step), fence)
 
     def await_launches(self, count: int) -> None:
         for _ in range(count):
@@ -241,6 +277,62 @@ def test_who_follows_a_load_is_told_when_all_of_it_is_launched(rig: Rig) -> None
     job = LoadBlocks(JobId(3), "r", (missing, part), 5.0, False)
     rig.executor.submit(job, None, launched=launched)
     assert causes(rig.ended(1)[0])[0] == (0, "missing")
+
+
+def test_a_store_is_launched_when_its_fence_has_passed(rig: Rig) -> None:
+    rig.streams.free = True
+    rig.submit(0, StoreBlocks, range(2))
+    rig.ended(1)  # what the load below reads
+    first, second = HeldFence(), HeldFence()
+    rig.submit(1, StoreBlocks, range(4), first)
+    rig.submit(2, StoreBlocks, range(4, 6), first)
+    rig.submit(3, StoreBlocks, range(6, 8), second)
+    assert rig.streams.waits.acquire(timeout=WAIT_S)
+    behind = HeldFence()
+    rig.submit(4, LoadBlocks, range(2), behind)  # the device lets it wait, and nothing is before it
+    assert [done.report.job for done in rig.ended(1)] == [4]
+    assert rig.streams.after == [None, behind]
+    first.passed.set()
+    assert [done.report.job for done in rig.ended(2)] == [1, 2]
+    assert rig.streams.waits.acquire(timeout=WAIT_S)
+    assert rig.streams.after == [None, behind, None, None, None]
+    second.passed.set()
+    assert [done.report.job for done in rig.ended(1)] == [3]
+    passed = HeldFence()
+    passed.passed.set()
+    rig.submit(5, StoreBlocks, range(2), passed)
+    rig.ended(1)
+    assert not rig.streams.waits.acquire(blocking=False)  # no thread waited for what was over
+
+
+def test_a_store_whose_fence_fails_fails_and_the_worker_lives(rig: Rig) -> None:
+    rig.streams.free = True
+    for awaited in (False, True):
+        fence = HeldFence()
+        fence.failed = not awaited
+        rig.submit(1, StoreBlocks, range(4), fence)
+        if awaited:
+            assert rig.streams.waits.acquire(timeout=WAIT_S)
+            fence.failed = True
+        fence.passed.set()
+        (done,) = rig.ended(1)
+        assert {cause for _, cause in causes(done)} == {"copy", "skipped"}
+        assert rig.streams.after[-1] is fence  # it was never taken for passed
+        rig.streams.waits = threading.Semaphore(0)
+    rig.submit(2, StoreBlocks, range(4))
+    assert causes(rig.ended(1)[0]) == []
+
+
+def test_a_pause_does_not_wait_for_a_fence(rig: Rig) -> None:
+    rig.streams.free = True
+    fence = HeldFence()
+    rig.submit(1, StoreBlocks, range(2), fence)
+    assert rig.streams.waits.acquire(timeout=WAIT_S)
+    rig.executor.pause()
+    fence.passed.set()
+    assert rig.executor.poll() == [] == rig.streams.flights
+    rig.executor.resume()
+    assert causes(rig.ended(1)[0]) == []
 
 
 def round_trip(rig: Rig) -> list[FinishedCopy]:
