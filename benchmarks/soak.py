@@ -292,7 +292,7 @@ class RouterPart:
             url = f"{self._url}/v1/completions"
             async with client.post(url, json=body, headers=headers, timeout=limit) as answer:
                 await answer.read()
-        except (aiohttp.ClientError, asyncio.TimeoutError):
+        except (TimeoutError, aiohttp.ClientError):
             return  # it hung up
 
     def _settled(self) -> bool:

@@ -8,13 +8,13 @@ event. ``tests/unit/disaggregation/test_states.py`` tests this, and all tables.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Generic, TypeVar
 
 from kvconnect.errors import Misuse
 
 
-class Event(str, Enum):
+class Event(StrEnum):
     """Events of all life cycles. The first three can happen at any time."""
 
     PEER_LOST = "PeerLost"

@@ -27,8 +27,7 @@ from kvconnect.errors import Misuse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from typing_extensions import Self
+    from typing import Self
 
 COUNTERS = "counters"
 GAUGES = "gauges"
@@ -223,8 +222,8 @@ def _python(number: float) -> int | float:
 
 
 def _plain(label: str | None) -> str:
-    # A member of a str Enum pickles as the Enum, and its str() is not its value. str.__str__
-    # returns the plain text of a str and of a member.
+    # A member of a StrEnum pickles as the Enum. str.__str__ returns the plain text of a str and of
+    # a member.
     return "" if label is None else str.__str__(label)
 
 

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from enum import Enum
+from enum import StrEnum
 from functools import partial
 
 from kvconnect.errors import contained
@@ -21,7 +21,7 @@ PAUSE_FIRST_S = 0.1  # between an error and the restart; doubles with each error
 PAUSE_MOST_S = 10.0
 
 
-class ThreadKind(str, Enum):
+class ThreadKind(StrEnum):
     """The work of a thread, and its label in the metric of errors."""
 
     COPY = "copy"  # between device and host memory

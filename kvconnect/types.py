@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple, NewType
 
 JobId = NewType("JobId", int)
@@ -25,7 +25,7 @@ NULL_BLOCK = 0
 """The engine's placeholder for blocks outside a window; never copied."""
 
 
-class TransferType(str, Enum):
+class TransferType(StrEnum):
     """Direction of a transfer. Values are spelt as in vLLM's offloading metrics."""
 
     GPU_TO_CPU = "GPU_to_CPU"
@@ -40,7 +40,7 @@ class TransferType(str, Enum):
     RECV = "RECV"
 
 
-class Tier(str, Enum):
+class Tier(StrEnum):
     """A storage tier below the device."""
 
     HOST = "host"
@@ -49,7 +49,7 @@ class Tier(str, Enum):
     REMOTE = "remote"
 
 
-class PromptSource(str, Enum):
+class PromptSource(StrEnum):
     """Where the KV of a prompt's token came from."""
 
     DEVICE = "device"
@@ -61,7 +61,7 @@ class PromptSource(str, Enum):
     COMPUTED = "computed"
 
 
-class FailureCause(str, Enum):
+class FailureCause(StrEnum):
     """Why a block could not be stored or loaded. Values are metric labels."""
 
     DIGEST = "digest"  # bytes differ from what was stored

@@ -12,10 +12,9 @@ import json
 import re
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
-
-import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEEL_HAS = (

@@ -22,9 +22,7 @@ from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any, NamedTuple
-
-from typing_extensions import Self
+from typing import Any, NamedTuple, Self
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

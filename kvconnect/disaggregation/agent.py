@@ -283,7 +283,7 @@ class WorkerCache(NamedTuple):
 
 
 def start_agent(
-    config: Settings,
+    settings: Settings,
     cache: WorkerCache,
     address: tuple[str, int] | None,
     deadline_s: float,
@@ -301,14 +301,14 @@ def start_agent(
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
     """
-    path = page_path(config, measures=True)
+    path = page_path(settings, measures=True)
     memory = ProbedMemory(cache.memory, cache.device)
-    transport = open_transport(config, "handoff", port, path, memory)
+    transport = open_transport(settings, "handoff", port, path, memory)
     found = None
     if address:
         found = transport.listen(*address)
         logger.info("handing out KV blocks at %s:%d", *found)
-    preference = PathPreference(path, config.min_rate)
+    preference = PathPreference(path, settings.min_rate)
     sessions = HandoffSessions(
         cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from kvconnect.offload.messages import JobReport
@@ -96,7 +96,7 @@ class Keep:
     every_s: float = 0.0
 
 
-class NoticeKind(str, Enum):
+class NoticeKind(StrEnum):
     """What a prefill worker reports about a reader."""
 
     JOINED = "joined"  # a reader requested the blocks

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 from kvconnect.life_cycles import Event, StateTable, row
 
 
-class Lease(str, Enum):
+class Lease(StrEnum):
     """The prefill scheduler's promise to keep the blocks of one transfer."""
 
     GROWING = "growing"  # the request runs, no reader has asked
@@ -18,7 +18,7 @@ class Lease(str, Enum):
     RELEASED = "released"
 
 
-class TransferState(str, Enum):
+class TransferState(StrEnum):
     """One read request, on either side."""
 
     REQUESTED = "asked"  # waits for the connection or the transfer's offer
@@ -28,7 +28,7 @@ class TransferState(str, Enum):
     OVER = "over"
 
 
-class Handoff(str, Enum):
+class Handoff(StrEnum):
     """One request's hand-off, as the decode scheduler sees it."""
 
     PENDING = "wanted"

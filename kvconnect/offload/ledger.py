@@ -6,14 +6,14 @@ whatever was granted is returned or still held.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse
 from kvconnect.types import JobId
 
 
-class Owner(str, Enum):
+class Owner(StrEnum):
     """Kind of job that holds blocks. Values are metric labels."""
 
     STORE = "store"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import StrEnum
 from itertools import count
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from kvconnect.protocol.cache_hints import CacheHint
 _SPARE_ENDS = 1024  # stale entries that a rebuild of the heap would not pay for
 
 
-class KeepOutcome(str, Enum):
+class KeepOutcome(StrEnum):
     """What :meth:`Retention.keep` did with a block. Values are metric labels."""
 
     PINNED = "pinned"

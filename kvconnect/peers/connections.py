@@ -16,17 +16,17 @@ from kvconnect.transport.tcp.shared_port import SharedPort
 logger = logging.getLogger(__name__)
 
 
-def page_path(config: Settings, *, measures: bool) -> str:
+def page_path(settings: Settings, *, measures: bool) -> str:
     """Return which path pages take: its name, or ``auto`` for the fastest that both sides have.
     ``measures``: the service finds out which one that is."""
-    if config.transport != "auto":
-        return config.transport
+    if settings.transport != "auto":
+        return settings.transport
     # NIXL does not encrypt: with TLS, it is used only if the setting names it.
-    return "auto" if measures and not config.tls_dir else "tcp"
+    return "auto" if measures and not settings.tls_dir else "tcp"
 
 
 def open_transport(
-    config: Settings, service: Service, port: SharedPort | None, path: str, memory: Memory
+    settings: Settings, service: Service, port: SharedPort | None, path: str, memory: Memory
 ) -> Transport:
     """Return the transport of a service for ``memory``, over a path as of :func:`page_path`;
     ``auto``: over every path that works here. ``port``: where the process listens for its other
@@ -36,17 +36,17 @@ def open_transport(
         ConfigError: a key, certificate or transport that cannot be used.
     """
     options = ConnectionOptions(
-        connections=config.connections,
-        max_peers=config.max_peers,
-        backend=config.nixl_backend,
-        local=not (config.key_file or config.peers),
-        digest=config.digest,
-        stall_s=config.deadline_s,
+        connections=settings.connections,
+        max_peers=settings.max_peers,
+        backend=settings.nixl_backend,
+        local=not (settings.key_file or settings.peers),
+        digest=settings.digest,
+        stall_s=settings.deadline_s,
         service=service,
         port=port,
     )
     name = "tcp" if path == "tcp" else "nixl"
-    transport = make_transport(name, security_of(config), options)
+    transport = make_transport(name, security_of(settings), options)
     try:
         transport.register(memory)
     except ConfigError as error:
@@ -54,5 +54,5 @@ def open_transport(
         if path != "auto":
             raise
         logger.info("pages go over tcp only: %s", error)
-        return open_transport(config, service, port, "tcp", memory)
+        return open_transport(settings, service, port, "tcp", memory)
     return transport

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +25,7 @@ HELLO_TIMEOUT_S = 20.0
 """Seconds for which the other side's hello may take; a busy engine may be slow."""
 
 
-class SessionState(str, Enum):
+class SessionState(StrEnum):
     """A connection between two workers."""
 
     CONNECTING = "connecting"

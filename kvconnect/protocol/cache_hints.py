@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from kvconnect.protocol.options import RECEIPT, SHARE, SOURCE
@@ -30,7 +30,7 @@ ACTION_VERSION = "1"
 TOKENS = "tokens"
 
 
-class CacheHint(str, Enum):
+class CacheHint(StrEnum):
     """A hint. Values are the names in requests, and metric labels."""
 
     PIN = "pin"
@@ -40,7 +40,7 @@ class CacheHint(str, Enum):
     PREFETCH = "prefetch"
 
 
-class IgnoredHint(str, Enum):
+class IgnoredHint(StrEnum):
     """Why a hint was ignored. Values are metric labels."""
 
     UNKNOWN = "unknown"

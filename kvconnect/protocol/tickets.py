@@ -14,7 +14,7 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -43,7 +43,7 @@ _Size = Annotated[int, Meta(ge=1, le=1024)]
 _Number = Annotated[int, Meta(ge=0, le=_INT64_MAX)]
 
 
-class Scope(str, Enum):
+class Scope(StrEnum):
     """What a ticket is for."""
 
     HANDOFF = "handoff"  # read one transfer, or with a standing ticket one of each request

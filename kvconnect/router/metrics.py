@@ -7,7 +7,7 @@ it is removed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -29,7 +29,7 @@ from kvconnect.router.requests.retries import Withheld
 from kvconnect.router.supervisor import TaskKind
 
 
-class RequestOutcome(str, Enum):
+class RequestOutcome(StrEnum):
     """How a client's request ended."""
 
     OK = "ok"
@@ -40,7 +40,7 @@ class RequestOutcome(str, Enum):
     CANCELLED = "cancelled"  # by the client
 
 
-class CallOutcome(str, Enum):
+class CallOutcome(StrEnum):
     """How one request to an engine ended."""
 
     OK = "ok"
@@ -50,7 +50,7 @@ class CallOutcome(str, Enum):
     CANCELLED = "cancelled"  # by the client, the deadline, or the other engine's failure
 
 
-class ProbeOutcome(str, Enum):
+class ProbeOutcome(StrEnum):
     """How a probe of a pair of engines ended."""
 
     OK = "ok"
@@ -61,7 +61,7 @@ class ProbeOutcome(str, Enum):
     VOID = "void"  # the router cannot open more connections
 
 
-class InputKind(str, Enum):
+class InputKind(StrEnum):
     """Kind of unusable input from engines, or from sources of engines."""
 
     MODELS = "models"

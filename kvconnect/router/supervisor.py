@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from kvconnect.errors import contained
@@ -20,7 +20,7 @@ _WELL_S = 60.0  # after a run of this length, the pause is the first one again
 Work = Coroutine[Any, Any, None]
 
 
-class TaskKind(str, Enum):
+class TaskKind(StrEnum):
     """Kind of a background task; a label of the metric that counts errors."""
 
     PROBE = "probe"  # checks an engine's health

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse
@@ -47,7 +47,7 @@ _ALLOWANCE = 0.004  # of the time to compute everything, for the losses of probe
 _SAVED_S = 0.5  # maximum of unused allowance
 
 
-class LoadReason(str, Enum):
+class LoadReason(StrEnum):
     """Reason for a cut. Values are metric labels."""
 
     LOAD = "load"  # loading is expected to be faster

@@ -102,7 +102,7 @@ class Keys:
         return read_key_file(self._path), (read_key_file(also),) if os.path.exists(also) else ()
 
 
-def read_key(config: Settings) -> bytes:
+def read_key(settings: Settings) -> bytes:
     """Return the key that all engines share: from ``key_file``, or this user's key on this machine.
     It is empty if ``peers`` admits networks without a key.
 
@@ -111,38 +111,38 @@ def read_key(config: Settings) -> bytes:
         ConfigError: the file cannot be read, its key is weak, others may change it, or ``tls_dir``
             is set without ``key_file``: certificates do not sign tickets.
     """
-    if config.tls_dir and not config.key_file:
+    if settings.tls_dir and not settings.key_file:
         raise ConfigError("key_file", "", "set it beside tls_dir: tickets are signed with it")
-    if not config.key_file:
-        return b"" if config.peers else _local_key()
-    return read_key_file(config.key_file)
+    if not settings.key_file:
+        return b"" if settings.peers else _local_key()
+    return read_key_file(settings.key_file)
 
 
-def security_of(config: Settings) -> Security:
+def security_of(settings: Settings) -> Security:
     """Return who may connect, by an engine's settings.
 
     Raises:
         ConfigError: as of :func:`read_key` and :func:`tls_files`.
     """
-    tls = tls_files(config.tls_dir)
+    tls = tls_files(settings.tls_dir)
     return Security(
-        key=read_key(config),
-        allowed=config.peers,
+        key=read_key(settings),
+        allowed=settings.peers,
         tls_cert=tls.certificate,
         tls_key=tls.private_key,
         tls_ca=tls.authority,
-        key_file=config.key_file,
+        key_file=settings.key_file,
     )
 
 
-def record_keys(config: Settings) -> Callable[[], tuple[bytes, tuple[bytes, ...]]] | None:
+def record_keys(settings: Settings) -> Callable[[], tuple[bytes, tuple[bytes, ...]]] | None:
     """Return a function that returns the keys for records on shared servers, see
     :meth:`Keys.current`. None without a ``key_file``: other machines lack this user's own key.
 
     Raises:
         ConfigError: as :func:`read_key_file`.
     """
-    return Keys(path=config.key_file).current if config.key_file else None
+    return Keys(path=settings.key_file).current if settings.key_file else None
 
 
 def _local_key() -> bytes:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -21,7 +21,7 @@ NEW_TOKENS = 16  # of each answer, compared with one another
 _COMPLETIONS = "/v1/completions"
 
 
-class EngineName(str, Enum):
+class EngineName(StrEnum):
     """Which engine answers, as it says in ``/v1/models``."""
 
     VLLM = "vllm"

@@ -12,9 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from tests.engines.server import REQUEST_TIMEOUT_S, Router, StreamBroken
 

@@ -117,7 +117,7 @@ async def _wave(router: Routed, bomb: Bomb, watch: _Watch, outcome: Outcome) -> 
         session = Session(router.port)
         try:
             status, said = await session.post("/v1/completions", body, *header)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             outcome.hangs += 1
             outcome.notes.append(f"{bomb.name}: no answer")
             return
@@ -129,7 +129,7 @@ async def _wave(router: Routed, bomb: Bomb, watch: _Watch, outcome: Outcome) -> 
 
     try:
         await watch.during(asyncio.gather(*(send() for _ in range(_AT_ONCE))))
-    except asyncio.TimeoutError:
+    except TimeoutError:
         outcome.hangs += 1
         outcome.notes.append(f"{bomb.name}: /health does not answer")
     return memory_of(router.pid, "VmHWM") - before

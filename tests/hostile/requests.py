@@ -324,7 +324,7 @@ async def _malformed(router: Routed, cases: list[Request], outcome: Outcome) -> 
             marks = re.findall(rb"(?:case|evil)-\d+\.", case.sent)
             try:
                 got = await router.talk(case.sent, half=case.half)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 outcome.hangs += 1
                 outcome.notes.append(f"{case.name}: no end")
                 return
@@ -356,7 +356,7 @@ async def _bodies(router: Routed, cases: list[tuple[str, bytes]], outcome: Outco
         for path, body in left:
             try:
                 status, said = await session.post(path, body)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 session.close()
                 outcome.hangs += 1
                 outcome.notes.append(f"{path} {body!r:.100}: no answer")

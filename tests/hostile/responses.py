@@ -197,7 +197,7 @@ async def _play(router: Routed, said: Said, outcome: Outcome) -> None:
         if b'"good"' not in after:
             outcome.wrong += 1
             problems.append(f"the next client got {after!r:.100}")
-    except asyncio.TimeoutError:
+    except TimeoutError:
         outcome.hangs += 1
         problems.append("no answer")
     session.close()

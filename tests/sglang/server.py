@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, ClassVar, Literal
-
-from typing_extensions import Self
+from typing import Any, ClassVar, Literal, Self
 
 from tests.engines.models import model_dir
 from tests.engines.server import REQUEST_TIMEOUT_S, Answer, Client, Process, Router

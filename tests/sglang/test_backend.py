@@ -113,12 +113,12 @@ def test_what_a_bootstrap_server_says_fails_one_request(info: dict[str, Any]) ->
 def test_a_rank_s_port_above_the_last_one_is_an_error_of_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = Settings(listen="127.0.0.1:65530")
+    settings = Settings(listen="127.0.0.1:65530")
     monkeypatch.setattr(runtime_context, "rank_number", lambda: 5)
-    assert backend._address(config) == ("127.0.0.1", 65535)
+    assert backend._address(settings) == ("127.0.0.1", 65535)
     monkeypatch.setattr(runtime_context, "rank_number", lambda: 6)
     with pytest.raises(ConfigError, match="rank 6 would listen at port 65536"):
-        backend._address(config)
+        backend._address(settings)
 
 
 def test_an_error_that_nobody_expects_fails_one_request() -> None:

@@ -155,7 +155,7 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
         storage_backends, "make_remote", lambda settings, name, keys: make("memory", settings, name)
     )
     disk = DiskSettings(path="/nowhere", capacity=1 << 30)
-    config = Settings(disk=disk, remote=MemorySettings(capacity=1 << 20))
+    settings = Settings(disk=disk, remote=MemorySettings(capacity=1 << 20))
     for layout in (*LAYOUTS, LAYOUTS[0]):
         pool = host_pool(monkeypatch, layout)
         monkeypatch.setattr(
@@ -169,7 +169,7 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
         with serving(str(model)):
             found = storage_backends.records_for_all({PoolName.KV: pool}, RANKS)
             memory, pools = HostArena(1, SLOT_ALIGNMENT, "off"), {PoolName.KV: pool}
-            storage_backends.make_stores(config, RANKS, found, memory, pools)
+            storage_backends.make_stores(settings, RANKS, found, memory, pools)
     assert len(set(names["memory"])) == 1
     assert len(set(names["disk"])) == len(LAYOUTS) and names["disk"][0] == names["disk"][-1]
 

@@ -91,27 +91,27 @@ class KVConnectManager(CommonKVManager):
         server_args: ServerArgs,
         is_mla_backend: bool | None = False,
     ) -> None:
-        config = runtime_context.own_settings({})
+        settings = runtime_context.own_settings({})
         runtime_context.check(server_args)
         # SGLang reuses the pages of a dropped transfer after a time; it must have ended before.
         limit = runtime_context.quiet_s() - runtime_context.SPARE_S
-        config = msgspec.structs.replace(
-            config,
-            deadline_s=min(config.deadline_s, limit),
-            transport=runtime_context.transport(config.transport, server_args),
+        settings = msgspec.structs.replace(
+            settings,
+            deadline_s=min(settings.deadline_s, limit),
+            transport=runtime_context.transport(settings.transport, server_args),
         )
         model = runtime_context.model(args, server_args, bool(is_mla_backend))
         self._sends = disaggregation_mode == DisaggregationMode.PREFILL
         self.claims = RoomClaims()
-        address = _address(config) if self._sends else None
-        mixes = config.mix_weights
+        address = _address(settings) if self._sends else None
+        mixes = settings.mix_weights
         own = weights.identity(mixes=mixes)
-        cache = translate.describe(args, model, config.deadline_s, own)
+        cache = translate.describe(args, model, settings.deadline_s, own)
         patience = runtime_context.patience_s()
         self.spans = make_spans()
         traced = self.spans is not None
         self.agent = start_agent(
-            config,
+            settings,
             cache,
             address,
             patience,
@@ -137,7 +137,7 @@ class KVConnectManager(CommonKVManager):
             )
             layerwise.follow_layers(self.agent, self.prefill_rooms, names, once)
         else:
-            self.addresses = BootstrapAddresses(config, self.local_ip)
+            self.addresses = BootstrapAddresses(settings, self.local_ip)
             self.decode_rooms = DecodeRooms(
                 self.agent, model.rank, kinds, patience, self._on_success, self._on_failure
             )
@@ -503,17 +503,17 @@ CLASSES: dict[str, type] = {
 """Classes of this backend, by the name of SGLang's ``KVClassType``."""
 
 
-def _address(config: Settings) -> tuple[str, int]:
+def _address(settings: Settings) -> tuple[str, int]:
     """Return the address at which this rank listens; each rank has its own port."""
-    address = listen_address(config.listen)
+    address = listen_address(settings.listen)
     if address is None:
-        raise ConfigError("listen", config.listen, "a prefill engine must listen; set HOST:PORT")
+        raise ConfigError("listen", settings.listen, "a prefill engine must listen; set HOST:PORT")
     host, port = address
     if port:
         port += runtime_context.rank_number()
     if port > _LAST_PORT:
         fix = f"rank {runtime_context.rank_number()} would listen at port {port}; use a lower port"
-        raise ConfigError("listen", config.listen, fix)
+        raise ConfigError("listen", settings.listen, fix)
     return host, port
 
 

@@ -35,9 +35,9 @@ class BootstrapAddresses:
     """
 
     def __init__(
-        self, config: Settings, own: str, resolve: Callable[[str], str] = _resolve
+        self, settings: Settings, own: str, resolve: Callable[[str], str] = _resolve
     ) -> None:
-        self._networks = [ipaddress.ip_network(peer) for peer in config.peers]
+        self._networks = [ipaddress.ip_network(peer) for peer in settings.peers]
         self._own = own
         self._resolve = resolve
         self._names: dict[str, tuple[str | Exception, float]] = {}  # result and time

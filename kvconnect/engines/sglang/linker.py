@@ -85,14 +85,14 @@ class KVConnectLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, Any] | None = None,
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        config = own_settings(extra_config or {})
-        _check_tiers(config)
-        share = worker_share(config)
+        settings = own_settings(extra_config or {})
+        _check_tiers(settings)
+        share = worker_share(settings)
         self._group = device_pools(params, components)
         self.pools: dict[PoolName, DevicePoolEntry] = self._group.entry_map
         self.forward_stream = forward_stream
         stats = OffloadingConnectorStats()
-        self.tiers = _make_tiers(self.pools, share, config, stats)
+        self.tiers = _make_tiers(self.pools, share, settings, stats)
         streams = next(iter(self.tiers.values())).tier.executor.streams
         self.layer_done_counter = LayerCounter(self._group.num_layers, streams)
         if PoolName.MAMBA in self.pools:
@@ -298,14 +298,14 @@ def restorable(tiers: Tiers, transfers: Sequence[PoolTransfer]) -> list[int]:
     return found
 
 
-def _check_tiers(config: Settings) -> None:
+def _check_tiers(settings: Settings) -> None:
     """Refuse secondary tiers, whose lookups take time: SGLang needs the answer at once, in the step
     that admits the request, and does not ask earlier."""
-    there = {"disk": config.disk, "remote": config.remote, "cache_peers": config.cache_peers}
-    for field, settings in there.items():
-        if settings is not None:
+    there = {"disk": settings.disk, "remote": settings.remote, "cache_peers": settings.cache_peers}
+    for field, tier in there.items():
+        if tier is not None:
             fix = "SGLang's linker cannot wait for it: use KVConnect as HiCache's storage backend"
-            raise ConfigError(field, msgspec.to_builtins(settings), fix)
+            raise ConfigError(field, msgspec.to_builtins(tier), fix)
 
 
 def _needs_all(transfer: PoolTransfer) -> bool:
@@ -319,7 +319,7 @@ def _keys(transfer: PoolTransfer) -> list[bytes]:
 def _make_tiers(
     entries: Mapping[PoolName, DevicePoolEntry],
     share: int,
-    config: Settings,
+    settings: Settings,
     stats: OffloadingConnectorStats,
 ) -> dict[PoolName, PoolTier]:
     """Make each pool's tier, with host memory in proportion to the pool's size on the device."""
@@ -327,7 +327,7 @@ def _make_tiers(
     sizes = {name: pool.num_pages * pool.page_bytes for name, pool in maps.items()}
     whole = sum(sizes.values())
     tiers = {
-        name: PoolTier(pool, share * sizes[name] // whole, config, stats)
+        name: PoolTier(pool, share * sizes[name] // whole, settings, stats)
         for name, pool in maps.items()
     }
     for name, tier in tiers.items():

@@ -74,23 +74,23 @@ class PoolTier:
     make_copier = staticmethod(make_copier)
 
     def __init__(
-        self, pool: PoolMap, share_bytes: int, config: Settings, stats: OffloadingConnectorStats
+        self, pool: PoolMap, share_bytes: int, settings: Settings, stats: OffloadingConnectorStats
     ) -> None:
         num_pages = share_bytes // pool.page_bytes
         if num_pages < 1:
             has = f"pool {pool.name} gets {share_bytes} bytes of it"
             fix = f"{has}, and a page takes {pool.page_bytes}; use more"
-            raise ConfigError("host_bytes", config.host_bytes, fix)
+            raise ConfigError("host_bytes", settings.host_bytes, fix)
         self.pool = pool
-        self.index = HostIndex(num_pages, 1, make_policy(config.policy, num_pages))
-        self.jobs = CopyJobs(self.index, stats, 1, config.deadline_s)
+        self.index = HostIndex(num_pages, 1, make_policy(settings.policy, num_pages))
+        self.jobs = CopyJobs(self.index, stats, 1, settings.deadline_s)
         self.tier = HostTier(
             num_pages * pool.page_bytes,
-            config.digest,
+            settings.digest,
             pool.geometry,
             pool.area,
             self.make_copier,
-            config.store_rate,
+            settings.store_rate,
         )
         self._stats = stats
         self._moved = threading.Event()

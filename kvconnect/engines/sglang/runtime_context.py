@@ -156,7 +156,7 @@ def own_settings(extra: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def worker_share(config: Settings) -> int:
+def worker_share(settings: Settings) -> int:
     """Return this worker's part of the engine's host memory in bytes.
 
     Raises:
@@ -165,7 +165,7 @@ def worker_share(config: Settings) -> int:
     parallel = get_parallel()
     engines: int = parallel.dp_size
     there = memory.total_bytes()
-    total = share_of_host_bytes(config, memory_bytes=there, engines=engines)
+    total = share_of_host_bytes(settings, memory_bytes=there, engines=engines)
     if not total:
         raise ConfigError("host_bytes", "off", "there is no other tier yet; give it a size")
     check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")

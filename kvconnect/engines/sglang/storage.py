@@ -123,9 +123,9 @@ class KVConnectStorage(_Copying):
         storage_config: HiCacheStorageConfig,
         kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002
     ) -> None:
-        self._config = own_settings(storage_settings(storage_config.extra_config or {}))
-        self._share = worker_share(self._config)
-        alone = not self._config.remote
+        self._settings = own_settings(storage_settings(storage_config.extra_config or {}))
+        self._share = worker_share(self._settings)
+        alone = not self._settings.remote
         if alone and storage_config.is_mla_model and storage_config.tp_size > 1:
             raise Incompatible(
                 f"latent attention on {storage_config.tp_size} ranks: HiCache has one of them "
@@ -152,7 +152,7 @@ class KVConnectStorage(_Copying):
         slots = self._share // slot_bytes
         if slots < 1:
             fix = f"a page takes {slot_bytes} bytes, this worker's share is {self._share}; use more"
-            raise ConfigError("host_bytes", self._config.host_bytes, fix)
+            raise ConfigError("host_bytes", self._settings.host_bytes, fix)
         check_fits(
             slots * slot_bytes,
             memory_bytes=memory.available_bytes(),
@@ -238,7 +238,7 @@ class KVConnectStorage(_Copying):
 
     def _records(self) -> Records | None:
         """Return the records in which vLLM can read the shared tiers, None if it cannot."""
-        if not (self._config.remote or self._config.cache_peers):
+        if not (self._settings.remote or self._settings.cache_peers):
             return None
         try:
             return records_for_all(self.registered_pools, self._ranks)
@@ -248,16 +248,16 @@ class KVConnectStorage(_Copying):
 
     def _make_store(self, slots: int, slot_bytes: int, records: Records | None) -> PageStore:
         with ExitStack() as undo:
-            arena = HostArena(slots, slot_bytes, self._config.digest)
+            arena = HostArena(slots, slot_bytes, self._settings.digest)
             undo.callback(arena.close)
             stores, peers = make_stores(
-                self._config, self._ranks, records, arena, self.registered_pools
+                self._settings, self._ranks, records, arena, self.registered_pools
             )
             for source in (*stores.values(), *([peers] if peers else [])):
                 undo.callback(source.close)
-            if self._config.has_tiers:
+            if self._settings.has_tiers:
                 weights.follow()
-            store = PageStore(arena, self._config, stores, peers)
+            store = PageStore(arena, self._settings, stores, peers)
             undo.pop_all()
         return store
 

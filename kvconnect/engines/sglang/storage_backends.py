@@ -45,7 +45,7 @@ _SETTINGS = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_arg
 
 
 def make_stores(
-    config: Settings,
+    settings: Settings,
     ranks: HiCacheStorageConfig,
     records: Records | None,
     memory: HostArena,
@@ -58,11 +58,11 @@ def make_stores(
     Raises:
         ConfigError: a tier cannot be used as it is set.
     """
-    if not config.has_tiers:
+    if not settings.has_tiers:
         return {}, None
-    if config.spill != "all":
+    if settings.spill != "all":
         fix = 'use "all": HiCache says what is stored, with --hicache-write-policy'
-        raise ConfigError("spill", config.spill, fix)
+        raise ConfigError("spill", settings.spill, fix)
     fields = stored_format(ranks)
     if records:  # page names do not cover these then
         fields["page"] = f"{records.form.fingerprint.hex()} {records.layout}"
@@ -71,17 +71,17 @@ def make_stores(
 
     def peers(sharing: PeerSettings) -> PeerSource:
         blocks = _shared_blocks(sharing, fields, records, memory, pools)
-        agent = start_agent(config, blocks, rank_number(), PORT)
+        agent = start_agent(settings, blocks, rank_number(), PORT)
         weights.listen(lambda: agent.set_identity(weights.identity()))
         return PeerSource(agent, blocks)
 
     makers: dict[Tier, Callable[[], Store]] = {}
-    if config.disk is not None:
-        makers[Tier.DISK] = partial(make_disk, config.disk, _owner(), fields, name)
-    if config.remote is not None:
-        keys = record_keys(config)
-        makers[Tier.REMOTE] = partial(_make_remote, config.remote, keys, name, records)
-    sharing = config.cache_peers
+    if settings.disk is not None:
+        makers[Tier.DISK] = partial(make_disk, settings.disk, _owner(), fields, name)
+    if settings.remote is not None:
+        keys = record_keys(settings)
+        makers[Tier.REMOTE] = partial(_make_remote, settings.remote, keys, name, records)
+    sharing = settings.cache_peers
     return make_tiers(makers, None if sharing is None else partial(peers, sharing))
 
 

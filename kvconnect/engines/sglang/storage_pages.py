@@ -36,18 +36,18 @@ class PageStore:
     def __init__(
         self,
         memory: HostArena,
-        config: Settings,
+        settings: Settings,
         stores: Mapping[Tier, Store] | None = None,
         peers: PeerSource | None = None,
     ) -> None:
         slots = memory.num_slots
-        self.index = HostIndex(slots, 1, make_policy(config.policy, slots))
+        self.index = HostIndex(slots, 1, make_policy(settings.policy, slots))
         self.memory = memory
         self._pages = PageCache(self.index, memory, peers)
-        limits = (config.wait_s, config.deadline_s)
+        limits = (settings.wait_s, settings.deadline_s)
         below = bool(stores or peers)
         self.tiers = PageTiers(stores or {}, self._pages, limits) if below else None
-        self._wait_s = config.wait_s
+        self._wait_s = settings.wait_s
 
     @property
     def most(self) -> int:

@@ -84,9 +84,9 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = checked_settings(vllm_config)
+        self._settings = checked_settings(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
-            logger.info("%s", start_line(self._config, f"vLLM {vllm.__version__}"))
+            logger.info("%s", start_line(self._settings, f"vLLM {vllm.__version__}"))
         self._tier_tokens: Mapping[Tier, int] = {}  # of the last admitted request
         with refusing(f"model {vllm_config.model_config.model}"):
             _ = self.scheduler if role is KVConnectorRole.SCHEDULER else self.worker
@@ -99,8 +99,8 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         idle = why_idle(self._vllm_config, self._kv_cache_config)
         if idle:
             logger.warning("KVConnect stores and loads nothing: %s", idle)
-            return IdleScheduler(self._vllm_config, cache, self._config)
-        scheduler = ConnectorScheduler(self._vllm_config, cache, self._config)
+            return IdleScheduler(self._vllm_config, cache, self._settings)
+        scheduler = ConnectorScheduler(self._vllm_config, cache, self._settings)
         weights.follow_core(scheduler)
         if translate.is_traced(self._vllm_config):
             from kvconnect.engines.vllm.tracing import RequestTracing
@@ -115,7 +115,7 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         self._expect(KVConnectorRole.WORKER)
         idle = why_idle(self._vllm_config, self._kv_cache_config)
         kind = IdleWorker if idle else ConnectorWorker
-        return kind(self._vllm_config, self._kv_cache_config, self._config)
+        return kind(self._vllm_config, self._kv_cache_config, self._settings)
 
     def _expect(self, role: KVConnectorRole) -> None:
         if self.role is not role:

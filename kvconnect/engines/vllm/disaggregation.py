@@ -59,7 +59,7 @@ class DisaggregationScheduler:
     def __init__(
         self,
         vllm_config: VllmConfig,
-        config: Settings,
+        settings: Settings,
         groups: Sequence[CacheGroup],
         stats: OffloadingConnectorStats,
         adapters: Adapters,
@@ -71,14 +71,14 @@ class DisaggregationScheduler:
         self._groups = groups
         self.stats = stats
         self.stands = False  # the engine was paused after its last step
-        self._sends: bool = transfer.is_kv_producer and config.listen != "off"
+        self._sends: bool = transfer.is_kv_producer and settings.listen != "off"
         self._receives: bool = transfer.is_kv_consumer
         self.greeted = False
         self.alone = False  # no other connector of this engine hands off; set by greet
         # A standing ticket names one engine's workers, but vLLM may route to another engine.
         alone = translate.engines_beside(parallel) == 1 or parallel.data_parallel_external_lb
         try:
-            keys = Keys(read_key(config), config.key_file)
+            keys = Keys(read_key(settings), settings.key_file)
         except NoLocalKey:
             if transfer.kv_role != "kv_both":
                 raise
@@ -86,7 +86,7 @@ class DisaggregationScheduler:
         self.tickets = TicketIssuer(
             keys,
             -1 if alone else parallel.data_parallel_index,
-            config.lease_s,
+            settings.lease_s,
             PrefillSource(
                 engine_id=transfer.engine_id,
                 epoch=secrets.randbits(62),
@@ -98,8 +98,8 @@ class DisaggregationScheduler:
         )
         limits = HandoffLimits(
             workers=parallel.world_size,
-            lease_s=config.lease_s,
-            deadline_s=config.deadline_s,
+            lease_s=settings.lease_s,
+            deadline_s=settings.deadline_s,
         )
         self.leases = Leases(groups, stats, limits)
         self.receives = Receives(groups, stats, limits, numbers)

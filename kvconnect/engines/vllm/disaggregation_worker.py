@@ -38,7 +38,7 @@ class FormerAgent(NamedTuple):
 def make_handoffs(
     vllm_config: VllmConfig,
     cache: KVCacheConfig,
-    config: Settings,
+    settings: Settings,
     kv_caches: Mapping[str, torch.Tensor],
     port: SharedPort,
     identity: Identity,
@@ -54,7 +54,7 @@ def make_handoffs(
             role is only for hand-offs.
     """
     transfer = vllm_config.kv_transfer_config
-    sends = transfer.is_kv_producer and config.listen != "off"
+    sends = transfer.is_kv_producer and settings.listen != "off"
     splits_blocks = vllm_config.parallel_config.decode_context_parallel_size > 1
     if splits_blocks or not (sends or transfer.is_kv_consumer):
         return None
@@ -70,13 +70,13 @@ def make_handoffs(
         return None
     address = former.address if former is not None else None
     if sends and address is None:
-        address = _address(vllm_config, config)
+        address = _address(vllm_config, settings)
     area = translate.backing_area(kv_caches)
-    memory = make_memory(area, config.deadline_s)
+    memory = make_memory(area, settings.deadline_s)
     found = WorkerCache(hello, pages, memory, area.device)
     traced = translate.is_traced(vllm_config)
     try:
-        return start_agent(config, found, address, config.deadline_s, traced=traced, port=port)
+        return start_agent(settings, found, address, settings.deadline_s, traced=traced, port=port)
     except NoLocalKey as error:
         if transfer.kv_role != "kv_both":
             raise
@@ -84,9 +84,9 @@ def make_handoffs(
         return None
 
 
-def _address(vllm_config: VllmConfig, config: Settings) -> tuple[str, int]:
+def _address(vllm_config: VllmConfig, settings: Settings) -> tuple[str, int]:
     """Return (host, port) to listen at. Each worker of each engine has its own port."""
-    address = listen_address(config.listen)
+    address = listen_address(settings.listen)
     assert address is not None
     host, port = address
     if port:

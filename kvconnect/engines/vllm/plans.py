@@ -40,47 +40,47 @@ def most_tokens(request: Request, groups: Sequence[CacheGroup]) -> int:
 
 
 def limits_of(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Settings
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
 ) -> OffloadLimits:
     held_blocks = max(1, int(kv_cache_config.num_blocks * _STORE_SHARE))
     workers = vllm_config.parallel_config.world_size
-    return OffloadLimits(workers, config.deadline_s, held_blocks)
+    return OffloadLimits(workers, settings.deadline_s, held_blocks)
 
 
 def make_plan(
     groups: Sequence[CacheGroup],
     num_slots: int,
-    config: Settings,
+    settings: Settings,
     stats: OffloadingConnectorStats,
     limits: OffloadLimits,
     numbers: Iterator[int],
 ) -> OffloadPlan:
-    policy = make_policy(config.policy, num_slots)
-    index = HostIndex(num_slots, len(groups), policy, config.pin_share)
+    policy = make_policy(settings.policy, num_slots)
+    index = HostIndex(num_slots, len(groups), policy, settings.pin_share)
     return OffloadPlan(groups, index, stats, limits, numbers)
 
 
 def make_tiers(
-    config: Settings,
+    settings: Settings,
     plan: OffloadPlan,
     hellos: Mapping[tuple[int, int], WorkerHello],
     adapters: Adapters,
     shares: ShareTickets,
 ) -> TierScheduler | None:
-    if not config.has_tiers:
+    if not settings.has_tiers:
         return None
     sizes = len(hellos), sum(hello.slot_bytes for hello in hellos.values())
-    return TierScheduler(config, plan, sizes, adapters, shares)
+    return TierScheduler(settings, plan, sizes, adapters, shares)
 
 
-def settings_for(vllm_config: VllmConfig, config: Settings) -> Settings:
-    """Return ``config``, without loads inside the step if steps overlap: the step after a failed
+def settings_for(vllm_config: VllmConfig, settings: Settings) -> Settings:
+    """Return ``settings``, without loads inside the step if steps overlap: the step after a failed
     load would sample from bad blocks."""
-    if not config.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
-        return config
-    if config.sync_load_bytes != "auto":
+    if not settings.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
+        return settings
+    if settings.sync_load_bytes != "auto":
         logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
-    return msgspec.structs.replace(config, sync_load_bytes=0)
+    return msgspec.structs.replace(settings, sync_load_bytes=0)
 
 
 def inside_step(

@@ -100,14 +100,14 @@ class ConnectorScheduler:
     device: DeviceBlocks  # set right after construction, when vLLM passes its block pool
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Settings
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
     ) -> None:
         self.observer: SchedulerObserver | None = None
         translate.recompute_failed_loads(vllm_config)
-        self._config = config = settings_for(vllm_config, config)
+        self._settings = settings = settings_for(vllm_config, settings)
         groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
-        self._limits = limits_of(vllm_config, kv_cache_config, config)
+        self._limits = limits_of(vllm_config, kv_cache_config, settings)
         self._requests = LiveRequests()
         # Requests that were matched and not admitted yet; None: the request reads no cache.
         self._matched: dict[str, _Match | None] = {}
@@ -119,7 +119,7 @@ class ConnectorScheduler:
         self._numbers = count(1)  # of all jobs
         self.receipts = Receipts(stats)
         self.handoff = DisaggregationScheduler(
-            vllm_config, config, groups, stats, adapters, self._numbers
+            vllm_config, settings, groups, stats, adapters, self._numbers
         )
         self.plan = self._make_plan(0, groups, stats)
         self.tiers: TierScheduler | None = None
@@ -142,7 +142,7 @@ class ConnectorScheduler:
         if num_slots != len(self.plan.index.slots):
             self.plan = self._make_plan(num_slots, self.plan.groups, self.plan.stats)
             adapters, shares = self._requests.adapters, self.handoff.tickets.shares
-            self.tiers = make_tiers(self._config, self.plan, hellos, adapters, shares)
+            self.tiers = make_tiers(self._settings, self.plan, hellos, adapters, shares)
         self.handoff.greet(hellos, alone)
         self._weights.greet({place: hello.identity for place, hello in hellos.items()})
         gib = num_slots * self._slot_bytes / 2**30
@@ -151,7 +151,7 @@ class ConnectorScheduler:
     def _make_plan(
         self, num_slots: int, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats
     ) -> OffloadPlan:
-        return make_plan(groups, num_slots, self._config, stats, self._limits, self._numbers)
+        return make_plan(groups, num_slots, self._settings, stats, self._limits, self._numbers)
 
     def add_request(self, request: Request) -> TransferId | None:
         """Add a new request; return the transfer that other engines may ask for, if any."""
@@ -197,7 +197,7 @@ class ConnectorScheduler:
         if req_id in self.handoff.failed and req_id in self._matched:
             found = 0  # vLLM 0.32 did not admit this load and may never do so, see `failed`
         # Offered pages are sent while the step runs, before it is known that a load failed.
-        most, others = self._config.sync_load_bytes, len(self._requests) - 1
+        most, others = self._settings.sync_load_bytes, len(self._requests) - 1
         sync = inside_step(self.plan, found, self._slot_bytes, most, others)
         # If the whole prompt is found, a load inside the step leaves its last block to compute.
         whole_prompt = local_tokens + found >= request.num_tokens

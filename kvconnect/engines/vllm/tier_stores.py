@@ -51,7 +51,7 @@ class _Cache(NamedTuple):
 def make_lower_tiers(
     vllm_config: VllmConfig,
     kv_cache_config: KVCacheConfig,
-    config: Settings,
+    settings: Settings,
     kv_caches: Mapping[str, torch.Tensor],
     host: tuple[HostArena, Geometry],
     port: SharedPort,
@@ -61,7 +61,7 @@ def make_lower_tiers(
     Raises:
         ConfigError: a tier cannot be used with its settings.
     """
-    if not config.has_tiers:
+    if not settings.has_tiers:
         return None
     store, geometry = host
     cache = _Cache(vllm_config, kv_cache_config, kv_caches, geometry)
@@ -70,21 +70,21 @@ def make_lower_tiers(
     rank = parallel.rank
 
     def peers() -> PeerSource:
-        pages = shared_pages(config, translate.cache_groups(kv_cache_config))
+        pages = shared_pages(settings, translate.cache_groups(kv_cache_config))
         shared = _shared_form(cache, fields, pages)
         layout = fingerprint(_own_fields(cache, fields))
         blocks = SharedBlocks(store, shared.pages(geometry, pages), shared.fingerprint, layout)
         first = parallel.data_parallel_index * parallel.world_size
-        return PeerSource(start_agent(config, blocks, first + rank, port), blocks)
+        return PeerSource(start_agent(settings, blocks, first + rank, port), blocks)
 
     makers: dict[Tier, Callable[[], Store]] = {}
-    if config.disk is not None:
-        makers[Tier.DISK] = partial(_make_disk, cache, fields, config.disk)
-    if config.remote is not None:
-        keys = record_keys(config)
-        makers[Tier.REMOTE] = partial(_make_remote, cache, fields, config.remote, keys)
-    stores, others = make_tiers(makers, peers if config.cache_peers is not None else None)
-    return TierWorker(stores, store, geometry, rank == 0, config.wait_s, peers=others)
+    if settings.disk is not None:
+        makers[Tier.DISK] = partial(_make_disk, cache, fields, settings.disk)
+    if settings.remote is not None:
+        keys = record_keys(settings)
+        makers[Tier.REMOTE] = partial(_make_remote, cache, fields, settings.remote, keys)
+    stores, others = make_tiers(makers, peers if settings.cache_peers is not None else None)
+    return TierWorker(stores, store, geometry, rank == 0, settings.wait_s, peers=others)
 
 
 def stored_format(

@@ -64,7 +64,7 @@ class TierScheduler:
 
     def __init__(
         self,
-        config: Settings,
+        settings: Settings,
         host: OffloadPlan,
         sizes: tuple[int, int],
         adapters: Adapters,
@@ -72,21 +72,21 @@ class TierScheduler:
     ) -> None:
         self._shares = shares
         workers, self._slot_bytes = sizes
-        peers = config.cache_peers
-        self._writes = bool(config.disk or config.remote)
+        peers = settings.cache_peers
+        self._writes = bool(settings.disk or settings.remote)
         limits = TierLimits(
             workers=workers,
-            deadline_s=config.deadline_s,
-            wait_s=config.wait_s,
+            deadline_s=settings.deadline_s,
+            wait_s=settings.wait_s,
             slots=max(1, int(len(host.index.slots) * _SHARE)),
-            reused=self._writes and config.spill == "reused",
+            reused=self._writes and settings.spill == "reused",
             searches=self._writes or bool(peers and peers.ask),
         )
         self._host = host
         groups = host.groups
-        decides = config.load_when == "faster"
+        decides = settings.load_when == "faster"
         self._cost = CostModel(groups[0].block_tokens) if decides else None
-        self._names = BlockNames(groups, adapters, shared_pages(config, groups))
+        self._names = BlockNames(groups, adapters, shared_pages(settings, groups))
         self._keys: dict[Block, bytes] = {}  # of blocks being stored
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._timed = 0  # number of the last step in it
@@ -94,7 +94,7 @@ class TierScheduler:
         self._offers = Offers(host.index, serves=peers is not None and peers.serves)
         self.plan = TierPlan(host.index, groups, host.stats, limits, self._choose, self._fetched)
         write_backs = self.plan.write_backs
-        self._removals = Removals(write_backs, host.hints.outcomes, workers, config.deadline_s)
+        self._removals = Removals(write_backs, host.hints.outcomes, workers, settings.deadline_s)
 
     def ask(
         self,
@@ -282,15 +282,15 @@ def named_by_tokens(groups: Sequence[CacheGroup]) -> bool:
     return len(groups) == 1 and groups[0].is_full
 
 
-def shared_pages(config: Settings, groups: Sequence[CacheGroup]) -> int:
+def shared_pages(settings: Settings, groups: Sequence[CacheGroup]) -> int:
     """Return in how many pages peers read a block.
 
     Raises:
         ConfigError: ``page_tokens`` does not divide the block, or its parts have no names.
     """
-    if config.cache_peers is None:
+    if settings.cache_peers is None:
         return 1
-    asked = config.cache_peers.page_tokens
+    asked = settings.cache_peers.page_tokens
     if asked and not named_by_tokens(groups):
         fix = "remove it: only blocks of one full-attention group can be shared by pages"
         raise ConfigError("page_tokens", asked, fix)

@@ -55,12 +55,12 @@ class ConnectorWorker:
     make_copier = staticmethod(make_copier)
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Settings
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
     ) -> None:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._config = config
-        _worker_share(vllm_config, config)  # raises before the model is loaded
+        self._settings = settings
+        _worker_share(vllm_config, settings)  # raises before the model is loaded
         self._stats = KVConnectStats()
         self._reports = StepReports()
         self._step = StepInstructions()  # the last one
@@ -86,7 +86,7 @@ class ConnectorWorker:
         self.close()
         self._agent = self._tiers = self._tier = None
         self._received = ReceivedBlocks(self._kv_cache_config, kv_caches)
-        share = _worker_share(self._vllm_config, self._config)
+        share = _worker_share(self._vllm_config, self._settings)
         if share and keeps_none(self._kv_cache_config):
             logger.warning("prefix caching is off, so vLLM keeps no states: nothing is offloaded")
             share = 0
@@ -95,31 +95,31 @@ class ConnectorWorker:
             geometry = translate.cache_geometry(self._kv_cache_config, kv_caches)
             self._tier = HostTier(
                 share,
-                self._config.digest,
+                self._settings.digest,
                 geometry,
                 area,
                 self.make_copier,
-                self._config.store_rate,
+                self._settings.store_rate,
             )
             places = translate.cache_layers(self._kv_cache_config, kv_caches, geometry)
             self._tier.executor.sync.layers = places
             self._tiers = make_lower_tiers(
                 self._vllm_config,
                 self._kv_cache_config,
-                self._config,
+                self._settings,
                 kv_caches,
                 (self._tier.store, geometry),
                 self._port,
             )
             if self._tiers is not None:
                 self._tiers.news = self._news
-        mixes = self._config.mix_weights
+        mixes = self._settings.mix_weights
         self._weights = self._weights or WorkerWeights(self._vllm_config, mixes=mixes)
         self._make_agent = partial(
             make_handoffs,
             self._vllm_config,
             self._kv_cache_config,
-            self._config,
+            self._settings,
             kv_caches,
             self._port,
         )
@@ -330,7 +330,7 @@ def _add_failures(
         failed.add(req_id)
 
 
-def _worker_share(vllm_config: VllmConfig, config: Settings) -> int:
+def _worker_share(vllm_config: VllmConfig, settings: Settings) -> int:
     """Return this worker's share of the host tier in bytes.
 
     Raises:
@@ -340,6 +340,6 @@ def _worker_share(vllm_config: VllmConfig, config: Settings) -> int:
     engines = translate.engines_beside(parallel)
     workers: int = parallel.world_size
     there = memory.total_bytes()
-    total = share_of_host_bytes(config, memory_bytes=there, engines=engines)
+    total = share_of_host_bytes(settings, memory_bytes=there, engines=engines)
     check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")
     return total // workers

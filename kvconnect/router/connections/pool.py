@@ -135,7 +135,7 @@ class ConnectionPool:
             _, connection = await within(connecting, CONNECT_S)
             taken = True
             return connection
-        except (OSError, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError) as error:
             full = getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE)
             kind = Exhausted if full else Unreachable
             raise kind(f"{base.name}: {error or 'no connection in time'}") from error
@@ -174,4 +174,4 @@ async def within(work: Awaitable[_T], timeout_s: float) -> _T:
     finally:
         if task.cancel():
             await asyncio.wait({task})
-    raise asyncio.TimeoutError
+    raise TimeoutError

@@ -85,7 +85,7 @@ class Prober:
         """
         try:
             outcome = await within(self._probe(prefill, decode), TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             error = ProbeFailed(ProbeOutcome.LATE, f"not done within {TIMEOUT_S:g} seconds")
         except (Unreachable, ConnectionLost, Refused) as cause:
             kind = ProbeOutcome.VOID if isinstance(cause, Exhausted) else ProbeOutcome.FAILED

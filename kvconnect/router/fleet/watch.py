@@ -93,7 +93,7 @@ class Watcher:
         except Exhausted as error:  # the router is at fault, not the engine
             logger.warning("probe of %s: %s", engine.url, error)
             return
-        except asyncio.TimeoutError:  # a busy engine may be late once
+        except TimeoutError:  # a busy engine may be late once
             self._late = late + 1
             logger.debug("probe of %s: late", engine.url)
             up, reason = engine.up and not late, f"no answer within {PROBE_TIMEOUT_S:g} s"

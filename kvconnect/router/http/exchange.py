@@ -73,7 +73,7 @@ class Exchange:
         timeout_s = self._services.options.limits.timeout_s
         try:
             return await asyncio.wait_for(self._answer(), timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self._outcome = RequestOutcome.TIMEOUT
             message = f"not done within {timeout_s:g} seconds"
             if self._reply.stream is None:

@@ -83,10 +83,7 @@ class Reply:
         last = begin + engine_bodies.error_event(message, named_events=self._named_events)
         try:
             await asyncio.wait_for(self.stream.write(last), _ERROR_EVENT_S)
-        except (
-            asyncio.TimeoutError,
-            ConnectionError,
-        ):  # the client does not read, or has disconnected
+        except (TimeoutError, ConnectionError):  # the client does not read, or has disconnected
             if self._request.transport is not None:
                 self._request.transport.abort()
 

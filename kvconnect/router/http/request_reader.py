@@ -82,7 +82,7 @@ class RequestReader:
             return await reading
         try:
             return await within(reading, BODY_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             late = f"the request body was not complete within {BODY_S:g} seconds"
             raise web.HTTPRequestTimeout(reason=late) from None
         except asyncio.CancelledError:

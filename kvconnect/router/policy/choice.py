@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -33,7 +33,7 @@ in which fewer are computed."""
 _SHOWN = 200  # characters of a client's input that are shown
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """How KV gets from prefill to decode."""
 
     PUSH = "push"  # both engines get the request at once
@@ -42,7 +42,7 @@ class Mode(str, Enum):
     PLAIN = "plain"  # decode serves the request alone
 
 
-class RoutingReason(str, Enum):
+class RoutingReason(StrEnum):
     """Why a mode was chosen."""
 
     DEFAULT = "default"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What an engine does for a request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-class EngineKind(str, Enum):
+class EngineKind(StrEnum):
     """Kind of server at a URL: the engine, and the connector that moves its KV."""
 
     VLLM = "vllm"  # with KVConnect: push or pull

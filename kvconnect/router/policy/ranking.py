@@ -7,7 +7,7 @@ so unknown is never idle. Equal targets take turns.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from kvconnect.router.policy.fleet_view import Target, TargetLoad
 _SPILL_FACTOR = 1.25  # of the mean load: above it, a session's request goes elsewhere
 
 
-class RankingPolicy(str, Enum):
+class RankingPolicy(StrEnum):
     """How a target is picked; values of the flags."""
 
     LEAST_TOKENS = "least_tokens"
@@ -27,7 +27,7 @@ class RankingPolicy(str, Enum):
     SESSION = "session"
 
 
-class RankingReason(str, Enum):
+class RankingReason(StrEnum):
     """Why a target was picked."""
 
     ONLY = "only"  # the only candidate

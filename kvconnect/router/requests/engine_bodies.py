@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from enum import Enum
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgspec
@@ -56,7 +56,7 @@ class BootstrapRoom(NamedTuple):
     rank: int | None
 
 
-class TicketKind(str, Enum):
+class TicketKind(StrEnum):
     """A signed ticket of an engine that is valid for many requests."""
 
     STANDING = "standing"  # to receive what it computes

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from hashlib import blake2b
 
 import msgspec
@@ -30,7 +30,7 @@ LEAST_RETRIES = 10
 _IDS = ("rid", "request_id")
 
 
-class Withheld(str, Enum):
+class Withheld(StrEnum):
     """Why a request was not sent to another engine."""
 
     LOST_AGAIN = "lost_again"  # it has lost two engines

@@ -7,7 +7,7 @@ import mmap
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from kvconnect.errors import Misuse
@@ -19,7 +19,7 @@ MAX_KEY_BYTES = 255
 MAX_FINGERPRINT_BYTES = 64
 
 
-class BlockOutcome(str, Enum):
+class BlockOutcome(StrEnum):
     """Result for one block of a call. Values except the first two are metric labels."""
 
     OK = "ok"

@@ -330,7 +330,7 @@ def _are_known(*hellos: CacheHello) -> bool:
 
 
 def start_agent(
-    config: Settings, blocks: SharedBlocks, number: int, port: SharedPort | None = None
+    settings: Settings, blocks: SharedBlocks, number: int, port: SharedPort | None = None
 ) -> PeerAgent:
     """Start a worker's agent with the settings of its engine; see :class:`PeerAgent`. ``number``
     counts the workers of all data-parallel engines. ``port``: where the process hands off blocks.
@@ -338,22 +338,22 @@ def start_agent(
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
     """
-    options = config.cache_peers
+    options = settings.cache_peers
     assert options is not None  # else there is no such tier
     if options.same_machine == "auto":
-        way: Literal["memory", "network"] = "network" if config.key_file else "memory"
+        way: Literal["memory", "network"] = "network" if settings.key_file else "memory"
         options = msgspec.structs.replace(options, same_machine=way)
     if options.serve:
-        options = msgspec.structs.replace(options, listen=config.listen)
+        options = msgspec.structs.replace(options, listen=settings.listen)
     elif options.serves:
         text = "cache_peers.listen opens a second port, and goes with the next version: %s"
         logger.warning(text, "remove it, set serve in cache_peers, and set listen to IP:PORT")
         port = None
-    path = page_path(config, measures=False)
-    transport = open_transport(config, "share", port, path, ArenaMemory(blocks.host))
+    path = page_path(settings, measures=False)
+    transport = open_transport(settings, "share", port, path, ArenaMemory(blocks.host))
     with ExitStack() as undo:
         undo.callback(transport.close)
-        agent = PeerAgent(options, transport, blocks, config.wait_s, number, path == "nixl")
+        agent = PeerAgent(options, transport, blocks, settings.wait_s, number, path == "nixl")
         undo.pop_all()
     return agent
 

@@ -15,9 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 _LIMIT_S = 60.0
 

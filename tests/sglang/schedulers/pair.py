@@ -11,9 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from typing_extensions import Self
+from typing import Any, Literal, Self
 
 from tests.sglang.schedulers.engine import Engine
 from tests.sglang.schedulers.http_stubs import GenerateServer, Recompute

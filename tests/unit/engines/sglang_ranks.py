@@ -43,8 +43,8 @@ class Rank1:
         model = translate.Model("m", "float32", rank, kv_heads, (0, LAYERS), kv_heads == 1, -1)
         self.cache = translate.describe(self.args(), model, 5.0, SAME)
         address = ("127.0.0.1", 0) if sends else None
-        config = Settings(transport="tcp")
-        self.agent = start_agent(config, self.cache, address, PATIENCE_S, True)
+        settings = Settings(transport="tcp")
+        self.agent = start_agent(settings, self.cache, address, PATIENCE_S, True)
         self.ready: list[int] = []
         self.done: list[int] = []
         self.failed: list[str] = []

@@ -47,8 +47,8 @@ class Bench:
     def __init__(self) -> None:
         self.disk, self.remote = Hanging(), Hanging()
         stores: dict[Tier, Store] = {Tier.DISK: self.disk, Tier.REMOTE: self.remote}
-        config = Settings(wait_s=SOON_S, deadline_s=SOON_S, digest="full")
-        self.store = PageStore(HostArena(SLOTS, PAGE, config.digest), config, stores)
+        settings = Settings(wait_s=SOON_S, deadline_s=SOON_S, digest="full")
+        self.store = PageStore(HostArena(SLOTS, PAGE, settings.digest), settings, stores)
 
     def put(self, number: int) -> None:
         assert self.store.put(KEYS[number], torch.full((PAGE,), number, dtype=torch.uint8))

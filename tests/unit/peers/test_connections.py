@@ -25,9 +25,9 @@ from kvconnect.transport.base import ConnectionOptions, Memory, Security
 )
 def test_the_path_of_pages(transport: str, tls_dir: str, hand_off: str, share: str) -> None:
     """Sharing does not measure, so it takes what is always there; NIXL does not encrypt."""
-    config = Settings(transport=transport, tls_dir=tls_dir)  # type: ignore[arg-type]
-    assert page_path(config, measures=True) == hand_off
-    assert page_path(config, measures=False) == share
+    settings = Settings(transport=transport, tls_dir=tls_dir)  # type: ignore[arg-type]
+    assert page_path(settings, measures=True) == hand_off
+    assert page_path(settings, measures=False) == share
 
 
 class Made(InprocTransport):
