@@ -3,7 +3,8 @@
 A **message** is its length (u32, little endian) and that many bytes; an empty one is a heartbeat.
 The highest bit of the length marks a :class:`NixlPayload`. The first message is the **greeting**:
 one byte, the digest period that its sender asks for, and perhaps an offer (``nixl_messages.py``).
-The stricter period of both sides holds for all pages, in both directions.
+The stricter period of both sides holds for all pages, in both directions. A side that does not want
+the connection sends a **refusal** instead, which is ``_REFUSAL`` and the reason, and closes.
 
 No I/O. Lengths are checked before memory is reserved for them.
 """
@@ -17,6 +18,7 @@ import msgspec
 
 from kvconnect.errors import Misuse, ProtocolError, Refused
 from kvconnect.protocol.frames import DIGEST_PERIODS
+from kvconnect.terminal import plain
 
 PROTOCOL = (4, 4)
 """First and last version of the wire protocol that this code speaks."""
@@ -28,6 +30,8 @@ MAX_MESSAGE = 1 << 20
 
 _LENGTH = struct.Struct("<I")
 _NIXL_BIT = 1 << 31
+_REFUSAL = 0xFF  # where a greeting has its digest period
+_LONGEST_REASON = 300  # characters
 
 
 _T = TypeVar("_T")
@@ -75,9 +79,21 @@ def pack_greeting(digest_period: int, offer: bytes = b"") -> bytes:
     return bytes([digest_period]) + offer
 
 
+def pack_refusal(reason: str) -> bytes:
+    """Return the payload that refuses a connection in place of a greeting."""
+    return bytes([_REFUSAL]) + reason.encode()
+
+
 def unpack_greeting(payload: bytes) -> tuple[int, bytes]:
-    """Return the digest period asked for and the offer; :class:`ProtocolError` if this is no
-    greeting."""
+    """Return the digest period asked for and the offer.
+
+    Raises:
+        Refused: this is a refusal; the message is the other side's reason.
+        ProtocolError: this is no greeting.
+    """
+    if payload[:1] == bytes([_REFUSAL]):
+        reason = payload[1:].decode(errors="replace")
+        raise Refused("other", f"refused by the other side: {plain(reason[:_LONGEST_REASON])}")
     if not payload or payload[0] not in DIGEST_PERIODS:
         raise ProtocolError("its first message is no greeting")
     return payload[0], payload[1:]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 CHECK = """
 import sys
 from dataclasses import replace
-from kvconnect.testing.transport import check_transport
+from kvconnect.testing import transport as conformance
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.nixl import send as launching
 
@@ -30,8 +30,9 @@ def swapped(here, there):
 paired = launching.paired
 if sys.argv[1] == "swapped":
     launching.paired = swapped
+    conformance._PATIENCE_S = 10.0  # the pages never come
 options = ConnectionOptions(stall_s=3.0, digest=sys.argv[2], local=True)
-check_transport(lambda: make_transport("nixl", Security(), options), "nixl")
+conformance.check_transport(lambda: make_transport("nixl", Security(), options), "nixl")
 """
 
 

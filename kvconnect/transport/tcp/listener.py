@@ -16,6 +16,7 @@ from kvconnect.bounded import remember
 from kvconnect.errors import ProtocolError, Refused, contained
 from kvconnect.protocol.addresses import source_of
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening, ServerAuth
+from kvconnect.protocol.codec import pack_message, pack_refusal
 from kvconnect.transport.base import UNAUTHENTICATED, PeerDown
 from kvconnect.transport.security import AccessPolicy, wrap
 from kvconnect.transport.tcp.context import TransportContext
@@ -197,7 +198,15 @@ class Listener:
             elif (member := self._port.find(opening.service)) is not None:
                 member.take(pending, opening)
             else:
-                raise Refused("other", f"nothing here serves the service {opening.service!r}")
+                self._refuse_service(handshake, opening)
+
+    def _refuse_service(self, handshake: Handshake, opening: Opening) -> None:
+        """Tell the other side, on its control connection, what is served here, and raise that."""
+        served = ", ".join(map(repr, self._port.services())) or "nothing"
+        reason = f"nothing here serves the service {opening.service!r}; served is {served}"
+        if opening.channel == "control":
+            write_some(handshake.sock, pack_message(pack_refusal(reason)))
+        raise Refused("other", reason)
 
     def _fail(self, pending: PendingConnection, error: Exception) -> None:
         if isinstance(error, Refused):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvconnect.errors import ProtocolError, contained
+from kvconnect.errors import ProtocolError, Refused, contained
 from kvconnect.protocol import nixl_messages
 from kvconnect.protocol.auth import Opening
 from kvconnect.protocol.codec import MAX_MESSAGE, NixlPayload, pack_greeting, unpack_greeting
@@ -269,7 +269,11 @@ class Peer:
             if payload and not self._shared.events.put(MessageReceived(self.number, payload)):
                 self.fail("sends messages faster than they are read here")
         elif not phase.greeted:
-            period, offer = unpack_greeting(payload)
+            try:
+                period, offer = unpack_greeting(payload)
+            except Refused as error:
+                self.fail(str(error), error.field)
+                return
             phase.digest_period = stricter(phase.digest_period, period)
             if self.page_path:
                 self.page_path.settle(offer, phase.digest_period)

@@ -67,6 +67,11 @@ class SharedPort:
         with self._lock:
             return self._members.get(service)
 
+    def services(self) -> tuple[Service, ...]:
+        """Return the services that somebody listens for."""
+        with self._lock:
+            return tuple(self._members)
+
     def leave(self, member: PortMember, listener: socket.socket | None) -> None:
         """A member closes; ``listener`` is the socket that it accepts from, if it does."""
         with self._lock:

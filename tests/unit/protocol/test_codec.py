@@ -17,6 +17,7 @@ from kvconnect.protocol.codec import (
     common_protocol,
     pack_greeting,
     pack_message,
+    pack_refusal,
     unpack_greeting,
 )
 
@@ -48,10 +49,20 @@ def test_a_greeting_says_what_digests_are_asked_for(period: int) -> None:
     assert unpack_greeting(pack_greeting(period, b"offer")) == (period, b"offer")
 
 
-@pytest.mark.parametrize("payload", [b"", b"\x02", b"\xff", b"hello"])
+@pytest.mark.parametrize("payload", [b"", b"\x02", b"\xfe", b"hello"])
 def test_another_note_is_no_greeting(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match="no greeting"):
         unpack_greeting(payload)
+
+
+def test_a_refusal_says_why_in_a_bounded_line() -> None:
+    with pytest.raises(Refused, match=r"refused by the other side: not here$"):
+        unpack_greeting(pack_refusal("not here"))
+    with pytest.raises(Refused) as caught:
+        unpack_greeting(pack_refusal("two\nlines" + "x" * MAX_MESSAGE)[:MAX_MESSAGE])
+    assert "two?lines" in str(caught.value) and len(str(caught.value)) < 400
+    with pytest.raises(Refused):  # bytes that are no text
+        unpack_greeting(pack_refusal("") + b"\xff\xfe")
 
 
 def test_the_longest_note_passes_and_one_byte_more_does_not() -> None:

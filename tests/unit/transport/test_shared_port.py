@@ -19,6 +19,7 @@ from tests.links import result, side
 
 SERVICES = ("handoff", "share")
 UNIT = plain_unit(64 << 10)
+NOT_SERVED = "nothing here serves the service 'share'; served is 'handoff'"
 
 
 @contextmanager
@@ -58,9 +59,14 @@ def test_a_service_that_nobody_serves_is_refused_and_others_go_on(
 ) -> None:
     with side() as source, side(service="share") as stranger, side() as reader:
         address = source.transport.listen("127.0.0.1", 0)
-        assert isinstance(result(stranger, address), PeerDown)
-        pages_move(reader, source)
-    assert "nothing here serves the service 'share'" in caplog.text
+        down = result(stranger, address)
+        assert isinstance(down, PeerDown) and down.refused == "other"
+        assert down.reason == f"refused by the other side: {NOT_SERVED}"  # the dialler knows why
+        pages_move(reader, source)  # the control: a service that is served
+    assert any(
+        record.name.endswith("listener") and NOT_SERVED in record.message
+        for record in caplog.records
+    )
 
 
 def test_the_port_outlives_the_transport_that_accepted() -> None:
