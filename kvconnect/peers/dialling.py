@@ -171,6 +171,8 @@ class Dialler:
             self._addresses[one.peer] = address
 
     def _drop(self, address: tuple[str, int], why: str) -> None:
-        peer = self._known.pop(address).peer
-        if peer is not None:
-            self._transport.submit(Disconnect(peer, why))
+        one = self._known.pop(address)
+        if one.peer is not None:
+            self._transport.submit(Disconnect(one.peer, why))
+            one.peer = None
+            self._changed.notify_all()  # nobody need wait for its answer

@@ -99,11 +99,11 @@ def test_a_named_worker_is_tried_again_with_back_off() -> None:
     assert len(dial.network.dialled) == 2
 
 
-def test_who_waits_for_a_connection_goes_on_when_it_answers_is_lost_or_all_is_closed(
+def test_who_waits_for_a_connection_goes_on_when_it_answers_or_ends_or_all_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dialling, "GREET_S", WAIT_S)
-    for end in ("answered", "lost", "close"):
+    for end in ("answered", "lost", "forget", "close"):
         dial = Dialling(AT)
         dial.dialler.tick(0.0)
         (peer,) = dial.network.dialled
@@ -116,11 +116,12 @@ def test_who_waits_for_a_connection_goes_on_when_it_answers_is_lost_or_all_is_cl
         acts = {
             "answered": lambda dial=dial, peer=peer: dial.dialler.answered(peer),
             "lost": lambda dial=dial, peer=peer: dial.dialler.lost(peer, 0.0),
+            "forget": lambda dial=dial, peer=peer: dial.dialler.forget(peer),
             "close": dial.dialler.close,
         }
         acts[end]()
         asking.join(WAIT_S / 2)
-        assert found == [[] if end == "lost" else [peer]]
+        assert found == [[] if end in ("lost", "forget") else [peer]]
 
 
 def test_a_connection_that_this_side_ended_is_made_again_at_once() -> None:
