@@ -44,6 +44,7 @@ READY := .venv/.ready
 SGLANG_BIN := .venv-sglang/bin
 SGLANG_READY := .venv-sglang/.ready
 PEERS_READY := .venv-peers/.ready
+DEMO_READY := .venv-demo/.ready
 DOCS_READY := .venv-docs/.ready
 SITE := mkdocs-material>=9.5,<10
 GPU_PYTHON := .venv-gpu/bin/python
@@ -62,6 +63,9 @@ setup-sglang: $(SGLANG_READY)
 
 $(READY): $(SOURCES)
 	@PYTHON="$(PYTHON)" scripts/setup vllm
+
+$(DEMO_READY): $(SOURCES)
+	@PYTHON="$(PYTHON)" scripts/setup demo
 
 $(SGLANG_READY): $(SOURCES) scripts/sglang_on_cpu.py
 	@PYTHON="$(PYTHON)" scripts/setup sglang
@@ -99,9 +103,9 @@ test-sglang: $(SGLANG_READY)
 	$(call part,pytest tests/sglang,scripts/in-netns $(SGLANG_BIN)/python -m pytest tests/sglang \
 	  $(or $(PYTEST_ARGS),$(RERUN)))
 
-demo: $(READY)
-	@python demo/demo.py
-	@python demo/handoff.py
+demo: $(DEMO_READY)
+	@.venv-demo/bin/python -m demo.demo
+	@.venv-demo/bin/python -m demo.handoff
 
 # As a module: run by file name, demo/sglang.py would stand in for the engine's package.
 demo-sglang: $(SGLANG_READY)
@@ -161,5 +165,5 @@ sanitize: $(READY)
 	$(call part,sanitizers,scripts/sanitize address && scripts/sanitize thread)
 
 clean:
-	rm -rf .venv .venv-sglang .venv-peers .venv-gpu .venv-docs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-demo .venv-sglang .venv-peers .venv-gpu .venv-docs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvconnect -name '*.so' -delete

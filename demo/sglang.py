@@ -1,9 +1,7 @@
 """Prefill on one SGLang server, decode on another, SGLang's router in front: tokens and times.
 
 A single server answers the prompts first. Then a prefill server, a decode server and the router
-start on loopback and answer them again, pushed layer by layer. Per request it shows how long pages
-moved (wire), how long the decode server waited for them (latency), and how much of that was left
-after prefill had ended (exposed).
+start on loopback and answer them again, pushed layer by layer.
 
     make demo-sglang
 
@@ -17,8 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from demo.handoff import LENGTHS, REPLY, Served, print_rows, prompts
-from tests.engines.server import Answer, Process, ServerDied
+from demo.handoff import LENGTHS, REPLY, Plain, Served, print_rows, prompts
+from tests.engines.server import Process, ServerDied
 from tests.servers import free_port
 from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, side_by_side
 from tests.sglang.scenario import settled
@@ -70,9 +68,9 @@ def serve(router: MiniLb, decode: SglangServer, prompt: list[int]) -> Served:
     return Served(prompt, answer, ttft, gained.pop("bytes"), gained)
 
 
-def verdict(served: list[Served], plain: list[Answer], servers: list[SglangServer]) -> str | None:
+def verdict(served: list[Served], plain: list[Plain], servers: list[SglangServer]) -> str | None:
     """Return what is wrong, None if nothing is."""
-    differ = sum(a.answer.tokens != b.tokens for a, b in zip(served, plain, strict=True))
+    differ = sum(a.answer.tokens != b.answer.tokens for a, b in zip(served, plain, strict=True))
     if differ:
         return f"{differ} of {len(served)} requests got other tokens than from a single server"
     if not all(one.nbytes for one in served):
@@ -98,7 +96,7 @@ def main() -> int:
 def compare() -> int:
     print("Starting a single server (about a minute) ...", flush=True)
     with SglangServer(**SIZE) as single:
-        plain = [single.complete(prompt, REPLY) for prompt in prompts()]
+        plain = [Plain(*single.stream(prompt, REPLY)) for prompt in prompts()]
     print("Starting a prefill server, a decode server and the router ...", flush=True)
     p = prefill_server(**SIZE, settings={"digest": "full"}, env=LAYERWISE)
     d = decode_server(**SIZE, settings={"digest": "full"})

@@ -64,6 +64,7 @@ PLAN = (
     Run("overhead", 4),
     Run("offload_engine", 4),
     Run("tiers_default", 4),
+    Run("first_hit", 5),
     Run("tiers", 6),
     Run("hybrids", 6),
     Run("soak", 10),

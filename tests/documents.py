@@ -11,7 +11,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(ROOT / name for name in ("benchmarks/README.md", "demo/README.md")),
+    *(ROOT / name for name in ("benchmarks/README.md", "demo/README.md", "examples/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 )
 SHELL = ("", "sh", "bash", "shell", "console")

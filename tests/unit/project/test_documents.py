@@ -129,6 +129,11 @@ def check_gpu_run(command: Command) -> None:
     parse(list(command.words[1:]))
 
 
+def check_example(command: Command) -> None:
+    """Run by ``tests/engines/test_pasted.py`` and ``tests/sglang/test_pasted.py``."""
+    assert os.access(ROOT / command.words[0], os.X_OK)
+
+
 def check_program(command: Command) -> None:
     """Text tools: that their block is right shell is tested apart."""
     assert shutil.which(command.words[0])
@@ -164,6 +169,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "sed": check_program,
     "diff": check_program,
     "curl": check_elsewhere,
+    **{f"examples/{path.name}": check_example for path in (ROOT / "examples").glob("*.sh")},
 }
 """First word of a command -> what checks it."""
 
