@@ -1,6 +1,7 @@
 # make test           everything CI runs: lint, types, unit tests, tests with real engines
 # make test-sglang    only those with SGLang, which has an environment of its own
-# make demo           multi-turn conversations on a real engine, with and without KVConnect
+# make demo           multi-turn conversations on a real engine, with and without KVConnect, in an
+#                     environment of its own (.venv-demo)
 # make demo-sglang    prefill on one SGLang server, decode on another
 # make bench          every benchmark that has no result of this commit, one after the other;
 #                     those that need SGLang or peers where these are set up. BENCH_ARGS="--list"
