@@ -83,6 +83,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "SGLANG_HOST_IP": "127.0.0.1",  # there may be no other address
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "false",  # asks CUDA for an event
 }
 _VLLM = "vllm.entrypoints.openai.api_server"
