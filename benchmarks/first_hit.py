@@ -94,8 +94,7 @@ def first_hit(wheel: Path, folder: Path) -> dict[str, float]:
     site = run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
     # The engine that was there before, seen from now on; what the wheel brought stands in front.
     (Path(site) / "engine.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    connector = kv_transfer(host_bytes="256MiB")
-    engine = Installed("bench", connector, blocks=88, max_len=MAX_LEN, python=str(python))
+    engine = Installed("bench", kv_transfer(), blocks=88, max_len=MAX_LEN, python=str(python))
     with engine:
         printed = run([python, "-m", "kvconnect.cli", "try", engine.url], folder=folder)
     if " ok:" not in printed:
