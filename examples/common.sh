@@ -37,7 +37,7 @@ trap stop EXIT
 # ask PORT: sends a long prompt, the same each time.
 ask() {
   curl -sf "http://127.0.0.1:$1/v1/completions" -H 'Content-Type: application/json' \
-    -d "{\"model\": \"$MODEL\", \"prompt\": \"$(seq -s ' ' 300)\", \"max_tokens\": 4}"
+    -d "{\"model\": \"$MODEL\", \"prompt\": \"$(seq -s ' ' 300)\", \"max_tokens\": 4, \"temperature\": 0}"
   echo
 }
 
