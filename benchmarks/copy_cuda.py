@@ -7,6 +7,7 @@
 - ``gbps_digest_<page>``: digests on the device of blocks of one page.
 - ``interference``: by how much a bf16 matrix product slows down while stores run.
 - ``launch_us_1000``: CPU time to start a load of 1,000 pages of 16 KiB.
+- ``slowdown_``, ``gbps_beside_``: see ``copy_beside.py``.
 - ``executor_ratio_``: see ``copy_executor.py``.
 
 Variants take turns in one run; every figure is a ratio of medians.
@@ -23,8 +24,9 @@ from functools import partial
 
 import torch
 
-from benchmarks import copy_executor
+from benchmarks import copy_beside, copy_executor
 from benchmarks.common import interleave, medians, progress, timed
+from benchmarks.copy_beside import make_products
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy import make_copier, open_driver
 from kvconnect.copy.base import Copier
@@ -212,23 +214,11 @@ def measure_digests(bench: CudaBench, rounds: int) -> dict[str, float]:
 def measure_interference(bench: CudaBench, rounds: int) -> dict[str, float]:
     """Time matrix products alone and while more stores are queued than they last."""
     progress(f"matrix products beside stores: {rounds} rounds")
-    shape = (MATRIX, MATRIX)
-    left, right = (torch.randn(shape, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
-    out = torch.empty_like(left)
+    products = make_products(bench.device, MATRIX, PRODUCTS)
     page = PAGES[SIZE_PAGE]
     copier = bench.copiers(page)["ours"]
     copies = bench.scattered(copier, page, SIZES["1g"])
 
-    def products() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(PRODUCTS):
-            torch.mm(left, right, out=out)
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
-
-    products()
     alone, beside = [], []
     for _ in range(rounds):
         alone.append(products())
@@ -241,6 +231,12 @@ def measure_interference(bench: CudaBench, rounds: int) -> dict[str, float]:
         for flight in flights:
             flight.wait()
     return {"interference": statistics.median(beside) / statistics.median(alone) - 1}
+
+
+def measure_ways(bench: CudaBench, rounds: int) -> dict[str, float]:
+    """Measure stores beside matrix products by the way they take, as ``copy_beside.py`` says."""
+    products = make_products(bench.device, MATRIX, PRODUCTS)
+    return copy_beside.sweep(bench, open_driver(bench.device), products, max(rounds // 3, 3))
 
 
 def measure_launch(bench: CudaBench, rounds: int) -> dict[str, float]:
@@ -283,6 +279,7 @@ def measure_all(seed: int, rounds: int) -> dict[str, object]:
     figures |= measure_sizes(bench, max(rounds // 3, 3))
     figures |= measure_digests(bench, rounds)
     figures |= measure_interference(bench, rounds)
+    figures |= measure_ways(bench, rounds)
     figures |= measure_launch(bench, rounds)
     figures |= measure_executor(bench, rounds)
     return figures

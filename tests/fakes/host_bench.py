@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks import copy_cuda, copy_executor
+from benchmarks import copy_beside, copy_cuda, copy_executor
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy import calibration, cuda
 from kvconnect.copy.calibration import CopyThreshold
@@ -72,6 +72,7 @@ def use_host(monkeypatch: pytest.MonkeyPatch, driver: type[FakeDriver]) -> None:
         monkeypatch.setattr(module, "SAMPLE_BYTES", MIB)
     for name, number in {"BLOCK_BYTES": 8192, "JOB_BYTES": 8 * 8192, "HOG_US": 10}.items():
         monkeypatch.setattr(copy_executor, name, number)
+    monkeypatch.setattr(copy_beside, "JOBS", 3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -101,13 +102,24 @@ def _moved(self: torch.Tensor, *arguments: Any, device: Any = None, **more: Any)
 _to = torch.Tensor.to
 
 
+_pools: dict[int, deque[int]] = {}  # by priority: torch hands out the same 32 in turns
+
+
+def _of_pool(priority: int) -> int:
+    context = cuda.CudaContext(0)
+    if priority not in _pools:
+        _pools[priority] = deque(context.stream(bool(priority)) for _ in range(32))
+    _pools[priority].rotate(-1)
+    return _pools[priority][-1]
+
+
 class Stream:
     """A stream whose work is over when it is submitted."""
 
     device = DEVICE
 
     def __init__(self, _device: Any = None, priority: int = 0, handle: int | None = None) -> None:
-        self.cuda_stream = cuda.CudaContext(0).stream(bool(priority)) if handle is None else handle
+        self.cuda_stream = _of_pool(priority) if handle is None else handle
 
     def wait_event(self, event: Any) -> None:
         event.wait(self)

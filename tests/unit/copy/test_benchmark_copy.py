@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import ClassVar
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks import copy_cuda, copy_executor  # noqa: E402
+from benchmarks import copy_beside, copy_cuda, copy_executor  # noqa: E402
+from kvconnect.copy.calibration import DMA_ONLY, GRIDS  # noqa: E402
 from kvconnect.offload import copy_schedule  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
 from tests.fakes.host_bench import MIB, use_host  # noqa: E402
@@ -33,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FakeDriver]], dict[st
     return run
 
 
-@pytest.mark.smokes("copy_cuda", "copy_executor")
+@pytest.mark.smokes("copy_cuda", "copy_beside", "copy_executor")
 def test_all_figures_are_there(run: Callable[[type[FakeDriver]], dict[str, object]]) -> None:
     figures = run(FakeDriver)
     wanted = {
@@ -49,9 +51,12 @@ def test_all_figures_are_there(run: Callable[[type[FakeDriver]], dict[str, objec
         for variant in (digest, f"store_{digest}", f"{digest}_8m_2", f"{digest}_time_8")
         for hog in ("", "_hog")
     }
+    ways = {"dma", "staged", *(f"kernel_{grid}" for grid in GRIDS)}
+    wanted |= {f"{figure}_{way}" for figure in ("slowdown", "gbps_beside") for way in ways}
     assert wanted <= figures.keys()
-    assert figures["interference"] == 0.0
-    assert all(figures[name] > 0 for name in wanted - {"interference"})  # type: ignore[operator]
+    idle = {name for name in wanted if name.startswith(("interference", "slowdown", "gbps_beside"))}
+    assert all(figures[name] == 0.0 for name in idle if "gbps" not in name)
+    assert all(figures[name] > 0 for name in wanted - idle)  # type: ignore[operator]
 
 
 def test_wrong_bytes_are_not_timed(run: Callable[[type[FakeDriver]], dict[str, object]]) -> None:
@@ -94,6 +99,30 @@ def test_failed_copies_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counting, "astray", True)
     with pytest.raises(SystemExit, match=r"a copy failed: .*digest"):
         sweep(monkeypatch)
+
+
+def test_stores_take_the_way_that_their_figures_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_host(monkeypatch, FakeDriver)
+    bench = copy_cuda.CudaBench(seed=0)
+    for way, choice in copy_beside.ways(has_kernels=True).items():
+        driver = FakeDriver()
+        with closing(copy_beside.Stores(bench, driver, way, choice)) as stores:
+            driver.calls.clear()
+            assert stores.beside(lambda: 7.0)[0] == 7.0
+        kernels = {"dma": set(), "staged": {"gather_staged"}}.get(way, {"gather_pages"})
+        assert set(driver.calls) - {"copy_batch", "upload"} == kernels
+    assert list(copy_beside.ways(has_kernels=False)) == ["dma"]
+    with pytest.raises(SystemExit, match="stored by dma, not by kernel_2"):  # negative control
+        copy_beside.Stores(bench, FakeDriver(), "kernel_2", DMA_ONLY)
+
+
+def test_failed_stores_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_host(monkeypatch, FakeDriver)
+    bench, driver = copy_cuda.CudaBench(seed=0), FakeDriver()
+    with closing(copy_beside.Stores(bench, driver, "dma", DMA_ONLY)) as stores:
+        driver.fail_at, driver.lost = len(driver.calls), True
+        with pytest.raises(SystemExit, match="a copy failed"):
+            stores.beside(lambda: 7.0)
 
 
 def test_a_hog_holds_the_gil_only_beside_its_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.gpu.pretended import FAIL, FILES_LEFT_OUT, LEFT_OUT
+from tests.gpu.pretended import FAIL, FILES_LEFT_OUT, LEFT_OUT, collected, not_run
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,3 +46,13 @@ def test_bodies_hold_on_a_pretended_device(tmp_path: Path) -> None:
     assert wrong <= {*FAIL} <= found.keys(), wrong - {*FAIL}
     assert len(wrong) > len(FAIL) / 2  # the control: the device is a pretended one
     assert len(found) - len(FAIL) >= 70
+
+
+def test_what_does_not_run_here_is_counted() -> None:
+    tests = collected()
+    left = not_run(tests)
+    assert {test.partition("::")[0] for test in left} >= FILES_LEFT_OUT.keys()
+    assert left.keys() > {*FAIL}
+    run_here = f"{len(tests) - len(left)} of {len(tests)}"
+    assert run_here in " ".join((ROOT / "docs" / "copy.md").read_text().split()), run_here
+    assert not_run(["test_cuda_copy.py::test_new"]) == {}  # negative control

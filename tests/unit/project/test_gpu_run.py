@@ -199,7 +199,7 @@ def measure_executor(bench, rounds): ...
 def measure_all(seed, rounds): ...
 """
     found = phases.benchmark_parts(text)
-    assert found == ["executor", "interference", "page-1m", "page-4k", "a"]
+    assert found == ["executor", "interference", "ways", "page-1m", "page-4k", "a"]
 
 
 def wheel(folder: Path, requires: tuple[str, ...] = ()) -> Path:
