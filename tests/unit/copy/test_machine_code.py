@@ -23,6 +23,13 @@ from scripts import build_kernels
 MOST_REGISTERS = 120
 """Of the 128 that each of 512 threads can have on one multiprocessor."""
 
+THREADS, WARP = 512, 32
+SM_REGISTERS = 64 << 10
+RESIDENT_REGISTERS = 128 * 40 + 256 * 232
+"""What a block of a matrix product takes on Hopper: a warp group that loads and two that multiply,
+as CUTLASS's cooperative kernels divide them (40 and 232 registers a thread). FlashAttention 3 has
+24 and 240, which is as many."""
+
 WIDE = {"hash_blocks": (8, 0)}
 """128-bit words that a thread loads at a time, and those that it stores; copies have eight."""
 
@@ -32,7 +39,12 @@ class MachineCode:
     """One kernel for one architecture."""
 
     registers: int = 0
+    shared_bytes: int = 0
     instructions: list[str] = field(default_factory=list)
+
+    def taken(self, threads: int) -> int:
+        """Return the registers of a block; a thread's are a multiple of eight."""
+        return threads * (-(-self.registers // 8) * 8)
 
     def faults(self, loads: int, stores: int) -> list[str]:
         """Return what is wrong, for a kernel that moves this many 128-bit words at a time."""
@@ -94,8 +106,9 @@ def read_code(binary: Path) -> Codes:
             architecture = int(match[1])
         elif match := re.match(r"\s*Function\s?:? (\w+):?$", line):
             name = match[1]
-        elif match := re.match(r"\s*REG:(\d+)", line):
-            found[architecture, name].registers = int(match[1])
+        elif match := re.match(r"\s*REG:(\d+).* SHARED:(\d+)", line):
+            code = found[architecture, name]
+            code.registers, code.shared_bytes = int(match[1]), int(match[2])
         elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?) ;", line):
             found[architecture, name].instructions.append(match[1])
     return found
@@ -135,6 +148,17 @@ def test_every_kernel_is_fast_on_every_target(family: str, binary: Path) -> None
     assert not any(faults.values()), faults
 
 
+@needs_cuobjdump
+def test_a_block_fits_on_a_multiprocessor_that_is_empty_and_on_no_other(binary: Path) -> None:
+    """So a launch waits for a block of the model's to end. Fewer registers would change nothing:
+    not even one warp fits beside a matrix product."""
+    left = SM_REGISTERS - RESIDENT_REGISTERS
+    for key, code in read_code(binary).items():
+        assert 0 < code.taken(THREADS) <= SM_REGISTERS, key
+        assert code.taken(WARP) > left, key
+        assert code.shared_bytes <= 2048, key  # with what the driver keeps for itself
+
+
 SLOW = """
 __device__ __constant__ const int TABLE[64] = {1, 2, 3};
 
@@ -172,6 +196,17 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Codes:
     folder = tmp_path_factory.mktemp("slow")
     (folder / "slow.cu").write_text(SLOW)
     return read_code(compiled(folder / "slow.cu", folder))
+
+
+@needs_cuobjdump
+def test_a_block_that_fits_nowhere_is_seen(slow: Codes) -> None:
+    """Negative control: too many registers for the threads of a launch, or so few that a warp does
+    fit beside a matrix product."""
+    crowded = [code for (_, name), code in slow.items() if name == "crowded"]
+    narrow = [code for (_, name), code in slow.items() if name == "narrow"]
+    assert crowded and all(code.taken(THREADS) > SM_REGISTERS for code in crowded)
+    left = SM_REGISTERS - RESIDENT_REGISTERS
+    assert narrow and all(code.taken(WARP) <= left for code in narrow)
 
 
 @needs_cuobjdump
