@@ -115,6 +115,7 @@ KNOBS: dict[str, tuple[str, str]] = {
     "--tls-cert": (_SECURITY, "certificates differ"),
     "--tls-key": (_SECURITY, "certificates differ"),
     "--api-key-file": (_TENANTS, "clients differ"),
+    "--allowed-origin": (_FLEET, "chat pages in browsers"),
     "--pass-field": (_FLEET, "fields of an engine's own extensions"),
     "--forward-authorization": (_FLEET, "engines with keys of their own"),
     "--shared-cache": (_TENANTS, "clients that trust each other"),

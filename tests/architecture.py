@@ -47,7 +47,7 @@ ROUTER_LAYERS = (
     {"policy"},
     {"requests"},
     {"api_keys", "flag_sources", "freed_frames", "supervisor"},
-    {"options"},
+    {"options", "credentials", "cross_origin"},
     {"connections", "decision", "flags", "metrics"},
     {"fleet"},
     {"tracing"},

@@ -113,18 +113,22 @@ class _UnknownEngine(KVConnectError):
 
 
 def make_admin(
-    fleet: Fleet, membership: Membership, cache: CacheAdmin, token: str, drain_s: float
+    fleet: Fleet,
+    membership: Membership,
+    cache: CacheAdmin,
+    token: Callable[[], str],
+    drain_s: float,
 ) -> web.Application:
-    """Return the application; every request needs ``Authorization: Bearer <token>``.
+    """Return the application; every request needs ``Authorization: Bearer <token>``, the present
+    one.
 
     An engine that switches its role has ``drain_s`` seconds to finish its requests.
     """
-    expected = f"Bearer {token}".encode()
 
     @web.middleware
     async def authorised(request: web.Request, handler: _Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, expected):
+        if not hmac.compare_digest(given, f"Bearer {token()}".encode()):
             return _refused(401, "send the header Authorization: Bearer <admin token>")
         try:
             return await handler(request)

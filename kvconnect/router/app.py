@@ -11,7 +11,8 @@ import resource
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -21,9 +22,11 @@ from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, generate_latest
 
 from kvconnect import memory
+from kvconnect.router import credentials, cross_origin
 from kvconnect.router.admin import make_admin
 from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.credentials import WatchedFiles, read_admin_token, read_api_keys
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
@@ -36,23 +39,31 @@ from kvconnect.router.metrics import EngineLoads, RouterMetrics
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.fleet_view import Role
-from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import APIS, Api
+from kvconnect.router.requests.errors import error_body
 from kvconnect.router.requests.retries import Retries
-from kvconnect.router.supervisor import Supervisor
+from kvconnect.router.supervisor import Supervisor, TaskKind
 from kvconnect.router.tracing import RouterSpans
 
 logger = logging.getLogger(__name__)
 
-_PUBLIC_PATHS = ("/health", "/metrics")
+_PUBLIC_PATHS = ("/health", "/live", "/ready", "/metrics")
 _GC_THRESHOLD = 10_000  # new objects between two garbage collections
 _BACKLOG = 1024  # connections that wait to be accepted
 IDLE_S = 75.0  # an idle connection is closed after this time without a complete request head
+METRICS_EVERY_S = 1.0  # the metrics are made anew at most this often
 _SHOWN = 200  # characters of a client's input that are logged
 UNREAD_S = 60.0  # a connection is closed when the client reads nothing for this time
 
-SERVER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "handler_cancellation": True}
-"""Server options: bodies are not decompressed; a client's disconnect cancels its handler."""
+SERVER_OPTIONS: dict[str, Any] = {
+    "auto_decompress": False,
+    "handler_cancellation": True,
+    "max_line_size": 16 * 1024,
+    "max_field_size": 32 * 1024,
+    "max_headers": 64,
+}
+"""Server options: bodies are not decompressed; a client's disconnect cancels its handler; tokens
+with many groups and cookies make headers long."""
 
 _TENANT = web.RequestKey("tenant", Tenant)
 
@@ -74,11 +85,14 @@ class _FleetObserver:
 
 
 class RouterHandlers:
-    """HTTP handlers of one router. Event loop only."""
+    """HTTP handlers of one router. Event loop only. ``tls``: that of its listener."""
 
-    def __init__(self, options: RouterOptions) -> None:
+    def __init__(self, options: RouterOptions, tls: ssl.SSLContext | None) -> None:
         self._options = options
+        self._tls = tls
         self._metrics = RouterMetrics()
+        self._scraped_at, self._scraped = 0.0, b""
+        self._scraping = asyncio.Lock()
         rules = options.rules
         caches = Caches(rules)
         self._fleet = Fleet(options, _FleetObserver(self._metrics, caches))
@@ -89,7 +103,8 @@ class RouterHandlers:
         )
         limits = options.limits
         body_memory = _body_memory_bytes(limits.body_bytes)
-        self.tenants = Tenants(options.listening.api_keys, isolate=options.listening.isolate)
+        self._tenants = Tenants(options.listening.api_keys, isolate=options.listening.isolate)
+        self._admin_token = options.admin.token
         self._services = Services(
             options,
             rules,
@@ -122,19 +137,58 @@ class RouterHandlers:
         """Say that no new request is taken."""
         logger.info("stopping; open requests have %g s to end", self._options.limits.drain_s)
 
+    async def read_again(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
+        """Take changed keys, tokens and certificates while the application runs."""
+        at, token_file, watched = self._options.listening, self._options.admin.token_file, []
+        if at.api_key_file:
+            watched.append(WatchedFiles((at.api_key_file,), self._take_keys))
+        if token_file:
+            watched.append(WatchedFiles((token_file,), self._take_token))
+        if (tls := self._tls) is not None:
+            files = WatchedFiles((at.cert, at.key), lambda: tls.load_cert_chain(at.cert, at.key))
+            watched.append(files)
+        keep = Supervisor(self._metrics.count).keep
+        task = keep(TaskKind.CREDENTIALS, "this router", partial(credentials.follow, watched))
+        yield
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def _take_keys(self) -> None:
+        self._tenants.take(read_api_keys(self._options.listening.api_key_file))
+
+    def _take_token(self) -> None:
+        self._admin_token = read_admin_token(self._options.admin.token_file)
+
     async def administer(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Serve the admin API while the application runs."""
         admin = self._options.admin
-        limits = self._options.limits
-        indexes = self._services.caches.indexes
-        cache = CacheAdmin(self._fleet, self._client, self.tenants, limits.timeout_s, indexes)
-        made = make_admin(self._fleet, self._membership, cache, admin.token, limits.drain_s)
+        limits, indexes = self._options.limits, self._services.caches.indexes
+        cache = CacheAdmin(self._fleet, self._client, self._tenants, limits.timeout_s, indexes)
+        made = make_admin(
+            self._fleet, self._membership, cache, lambda: self._admin_token, limits.drain_s
+        )
         runner = web.AppRunner(made)
         await runner.setup()
         await web.TCPSite(runner, admin.host, admin.port).start()
         logger.info("admin API on %s", runner.addresses[0])
         yield
         await runner.cleanup()
+
+    def authenticate(self) -> Middleware:
+        """Return what rejects requests without a known API key, if keys are set. Public paths, and
+        what browsers ask beforehand, need none."""
+
+        @web.middleware
+        async def known(request: web.Request, handler: _Handler) -> web.StreamResponse:
+            tenant = self._tenants.find(_api_key(request.headers), request.remote or "")
+            if tenant is not None:
+                request[_TENANT] = tenant
+            elif not (request.path in _PUBLIC_PATHS or cross_origin.is_preflight(request)):
+                text = "send the header Authorization: Bearer <API key>, or x-api-key: <API key>"
+                return error_response(request.path, 401, text)
+            return await handler(request)
+
+        return known
 
     def serving(self, api: Api) -> _Handler:
         """Return the handler of an API path that engines serve."""
@@ -145,11 +199,13 @@ class RouterHandlers:
 
         return serve
 
-    async def models(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
+    async def models(self, request: web.Request) -> web.StreamResponse:
         """``/v1/models``: models that both a prefill and a decode engine serve now."""
         prefill, decode = (_models(self._fleet.all(role)) for role in Role)
         if not decode:
-            return error_response(503, "no decode engine that is up has listed its models yet")
+            return error_response(
+                request.path, 503, "no decode engine that is up has listed its models yet"
+            )
         served = [entry for name, entry in decode.items() if not prefill or name in prefill]
         return web.json_response({"object": "list", "data": served})
 
@@ -167,19 +223,29 @@ class RouterHandlers:
                 state["handoffs"] = self._fleet.failed_handoffs()
         return web.json_response(state, status=503 if missing else 200)
 
+    async def live(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
+        """200 while the router runs, whatever its engines do."""
+        return web.json_response({"status": "ok"})
+
     async def metrics(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
-        """The router's metrics in Prometheus' text format."""
-        now = time.monotonic()
-        self._metrics.tokens(EngineLoads(e.role, e.url, e.loads.at(now)) for e in self._fleet.all())
-        body = generate_latest(self._metrics.registry)
+        """The router's metrics in Prometheus' text format. All who ask within
+        ``METRICS_EVERY_S`` get the same text, so that nobody slows requests by asking often."""
+        async with self._scraping:
+            now = time.monotonic()
+            if not self._scraped or now - self._scraped_at >= METRICS_EVERY_S:
+                loads = (EngineLoads(e.role, e.url, e.loads.at(now)) for e in self._fleet.all())
+                self._metrics.tokens(loads)
+                self._scraped_at = now
+                self._scraped = await asyncio.to_thread(generate_latest, self._metrics.registry)
+        body = self._scraped
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def make_app(options: RouterOptions) -> web.Application:
-    """Return the application. Serve it with :data:`SERVER_OPTIONS`."""
-    edge = RouterHandlers(options)
-    app = web.Application(middlewares=[_authenticate(edge.tenants), _openai_errors])
-    app.cleanup_ctx.append(edge.run)
+def make_app(options: RouterOptions, tls: ssl.SSLContext | None = None) -> web.Application:
+    """Return the application. Serve it with :data:`SERVER_OPTIONS`, and with ``tls`` if any."""
+    edge = RouterHandlers(options, tls)
+    app = web.Application(middlewares=[edge.authenticate(), _own_errors])
+    app.cleanup_ctx.extend((edge.run, edge.read_again))
     app.on_shutdown.append(edge.stopping)
     if options.admin.token:
         app.cleanup_ctx.append(edge.administer)
@@ -187,7 +253,11 @@ def make_app(options: RouterOptions) -> web.Application:
         app.router.add_route(api.method, api.path, edge.serving(api))
     app.router.add_get("/v1/models", edge.models)
     app.router.add_get("/health", edge.health)
+    app.router.add_get("/live", edge.live)
+    app.router.add_get("/ready", edge.health)
     app.router.add_get("/metrics", edge.metrics)
+    if origins := options.listening.allowed_origins:
+        cross_origin.allow(app, origins)
     return app
 
 
@@ -224,7 +294,7 @@ def serve(options: RouterOptions) -> None:
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
         web.run_app(
-            make_app(options),
+            make_app(options, context),
             sock=listener,
             ssl_context=context,
             shutdown_timeout=options.limits.drain_s,
@@ -237,20 +307,10 @@ def serve(options: RouterOptions) -> None:
         )
 
 
-def _authenticate(tenants: Tenants) -> Middleware:
-    """Reject requests without a known API key, if keys are set. Public paths need none."""
-
-    @web.middleware
-    async def known(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        named = request.headers.get("Authorization", "")
-        tenant = tenants.find(named, request.remote or "")
-        if tenant is None and request.path not in _PUBLIC_PATHS:
-            return error_response(401, "send the header Authorization: Bearer <API key>")
-        if tenant is not None:
-            request[_TENANT] = tenant
-        return await handler(request)
-
-    return known
+def _api_key(headers: Mapping[str, str]) -> str:
+    """Return the API key of a request, as clients of OpenAI's or Anthropic's API send it."""
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
 
 
 class _OneLineErrors(logging.Filter):
@@ -289,17 +349,17 @@ def _models(engines: Iterable[Engine]) -> dict[str, Any]:
     return {name: entry for models in up for name, entry in models.items()}
 
 
-def error_response(status: int, message: str) -> web.Response:
-    """Return an error in OpenAI's format."""
-    body = engine_bodies.error_body(status, message)
+def error_response(path: str, status: int, message: str) -> web.Response:
+    """Return an error in the format of the path's API."""
+    body = error_body(path, status, message)
     return web.Response(status=status, body=body, content_type="application/json")
 
 
 @web.middleware
-async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+async def _own_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as error:  # no such route or method, body too large
-        return error_response(error.status, error.reason)
+        return error_response(request.path, error.status, error.reason)
     except ConnectionResetError:  # the client disconnected before its body was complete
-        return error_response(400, "the request body is incomplete")
+        return error_response(request.path, 400, "the request body is incomplete")

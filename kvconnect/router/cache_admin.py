@@ -42,7 +42,7 @@ from kvconnect.router.requests.body import SALT, read_body, token_ids_of
 PREWARM = "prewarm"
 CACHE_HINTS = (PREWARM, *(hint.value for hint in CacheHint))
 _TIMED = (CacheHint.PIN.value, CacheHint.RETAIN.value)
-_NO_ANSWER = (ConnectionLost, Exhausted, Unreachable, Refused, asyncio.TimeoutError)
+_NO_ANSWER = (ConnectionLost, Exhausted, Unreachable, Refused, TimeoutError)
 _REPORT_S = 10.0  # limit of an engine's answer to /metrics
 _SHOWN = 200  # bytes of an engine's error to report
 _ADAPTER = ("extra_key", "lora_path")  # of SGLang's requests
@@ -201,7 +201,7 @@ class CacheAdmin:
     def _salt(self, body: dict[str, Any], api_key: str) -> None:
         if not api_key:
             return
-        tenant = self._tenants.find(f"Bearer {api_key}", "")
+        tenant = self._tenants.find(api_key, "")
         if tenant is None:
             raise Refused("api_key", "api_key: the router does not know it")
         if tenant.secret:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvconnect.errors import ConfigError
 from kvconnect.router import flag_sources
-from kvconnect.router.api_keys import ApiKey, parse_api_keys
+from kvconnect.router.credentials import read_admin_token, read_api_keys
 from kvconnect.router.options import (
     AdminAccess,
     EtcdServer,
@@ -143,26 +143,23 @@ def _admin_of(arguments: argparse.Namespace) -> AdminAccess:
     path = arguments.admin_token_file
     if not path:
         return AdminAccess()
-    token = read_secret_text("admin-token-file", path)
-    if not 16 <= len(token) <= 4096 or not token.isascii() or len(token.split()) > 1:
-        raise ConfigError("admin-token-file", path, "put a token of 16 characters or more in it")
-    return AdminAccess(arguments.admin_host, arguments.admin_port, token)
+    token = read_admin_token(path)
+    return AdminAccess(arguments.admin_host, arguments.admin_port, token, path)
 
 
 def _listening_of(arguments: argparse.Namespace) -> Listening:
     path, cert, key = arguments.api_key_file, arguments.tls_cert, arguments.tls_key
     if bool(cert) != bool(key):
         raise ConfigError("tls-cert", cert, "name --tls-cert and --tls-key, or neither")
-    keys: tuple[ApiKey, ...] = ()
-    if path:
-        keys = parse_api_keys("api-key-file", path, read_secret_text("api-key-file", path))
     return Listening(
         host=arguments.host,
         port=arguments.port,
         shared=arguments.shared_port,
         cert=cert,
         key=key,
-        api_keys=keys,
+        api_keys=read_api_keys(path) if path else (),
+        api_key_file=path,
+        allowed_origins=tuple(arguments.allowed_origin),
         isolate=not arguments.shared_cache,
         hit_headers=arguments.hit_headers,
         receipts=arguments.receipts,
@@ -222,6 +219,8 @@ def _add_listening(parser: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help="clients' keys, KEY or NAME KEY [priority] a line",
     )
+    what = "pages of these origins may use the router from a browser; '*': of all"
+    add("--allowed-origin", nargs="+", default=[], metavar="ORIGIN", help=what)
     what = "fields of requests that reach engines although the router does not know them"
     add("--pass-field", nargs="+", default=[], metavar="NAME", help=what)
     what = "send the clients' Authorization header on to engines"

@@ -90,7 +90,7 @@ class RouterLimits:
     queue_s: float = 10.0
     drain_s: float = 30.0
     client_concurrent: int = 0
-    body_mib: float = 16.0
+    body_mib: float = 32.0
 
     @property
     def body_bytes(self) -> int:
@@ -199,6 +199,8 @@ class Listening:
         shared: other processes may listen at the same port; the system spreads connections.
         cert, key: paths of a TLS certificate chain and its key; empty: plain HTTP.
         api_keys: a client must send one of them; none: every client is served.
+        api_key_file: path of the file that has them, read again when it changes; empty: none.
+        allowed_origins: pages of these origins may use the router from a browser; "*": of all.
         isolate: clients with different keys share no cached KV.
         pass_fields: fields of requests that reach engines although no list of the router has them.
         forward_authorization: engines get the clients' ``Authorization`` header.
@@ -214,6 +216,8 @@ class Listening:
     cert: str = ""
     key: str = ""
     api_keys: tuple[ApiKey, ...] = ()
+    api_key_file: str = ""
+    allowed_origins: tuple[str, ...] = ()
     isolate: bool = True
     hit_headers: bool = False
     receipts: bool = False
@@ -224,15 +228,22 @@ class Listening:
     def __post_init__(self) -> None:
         if not 0 <= self.retention_s <= LONGEST_S:
             raise ConfigError("retention", self.retention_s, "use seconds, 0 to a day")
+        for origin in self.allowed_origins:  # as browsers send them
+            scheme, _, host = origin.partition("://")
+            if origin != "*" and not (scheme and host and not set(host) & set("/ ,?#")):
+                fix = "use * or an origin such as https://chat.example.org"
+                raise ConfigError("allowed-origin", origin, fix)
 
 
 @dataclass(frozen=True)
 class AdminAccess:
-    """Address and token of the admin API; without a token, the API is off."""
+    """Address and token of the admin API; without a token, the API is off. ``token_file``: path
+    of the file that has the token, read again when it changes; empty: none."""
 
     host: str = "127.0.0.1"
     port: int = 8001
     token: str = ""
+    token_file: str = ""
 
 
 @dataclass(frozen=True)

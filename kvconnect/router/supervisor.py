@@ -30,6 +30,7 @@ class TaskKind(StrEnum):
     EVENTS = "events"  # follows an engine's KV events
     HANDOFFS = "handoffs"  # starts hand-off probes that are due
     HANDOFF = "handoff"  # one hand-off probe
+    CREDENTIALS = "credentials"  # reads changed files of keys, tokens and certificates again
     SOURCE = "source"  # follows a source of engines
     REMOVE = "remove"  # removes an engine after its last request
     PREFILL = "prefill"  # a prefill request whose response is not needed any more

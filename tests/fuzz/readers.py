@@ -211,7 +211,7 @@ def answer(data: bytes) -> None:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_: None
 
-    connection = http1.Connection()
+    connection = http1.Connection(lambda: True)
     connection.connection_made(Transport())  # type: ignore[arg-type]
     connection.response = http1.IncomingResponse()
     for piece in (data[: len(data) // 3], data[len(data) // 3 :]):

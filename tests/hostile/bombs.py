@@ -84,7 +84,7 @@ class _Watch:
         """Look until ``wave`` has passed.
 
         Raises:
-            asyncio.TimeoutError: no answer comes at all.
+            TimeoutError: no answer comes at all.
         """
         session, passing = Session(self._port), asyncio.ensure_future(wave)
         await session.get("/health")

@@ -139,7 +139,7 @@ class Routed:
         nothing; ``half``: say at once that no more comes.
 
         Raises:
-            asyncio.TimeoutError: it does not.
+            TimeoutError: it does not.
         """
         return await asyncio.wait_for(self._talk(sent, half), deadline_s)
 
@@ -172,7 +172,7 @@ class Session:
         """Return status and body of an answer. Once more if the connection was just closed.
 
         Raises:
-            asyncio.TimeoutError: none comes.
+            TimeoutError: none comes.
         """
         lines = (b"POST %b HTTP/1.1" % path.encode(), b"Host: a", *headers)
         head = b"\r\n".join(lines) + b"\r\nContent-Length: %d\r\n\r\n" % len(body)

@@ -18,7 +18,8 @@ import httptools
 
 from kvconnect.errors import KVConnectError
 
-_HIGH = 256 * 1024  # buffered bytes at which reading from the engine pauses
+_HIGH = 64 * 1024  # buffered bytes at which reading from the engine pauses
+_ONE_WRITE = 256 * 1024  # shorter bodies are sent with their head
 _MOST_HEAD = 64 * 1024  # bytes of a response's headers
 
 
@@ -68,12 +69,18 @@ class IncomingResponse:
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
         self.began = False  # the head is complete
+        self.any_body = False  # whether a byte of the body was received
         self.ended = False  # the body is complete
         self.chunks: deque[bytes] = deque()
         self.keep = False  # the connection can be reused
         self.too_many = False  # a second response followed
         self._head = 0  # bytes of headers
         self.parser = httptools.HttpResponseParser(self)
+
+    @property
+    def computed(self) -> bool:
+        """Whether the engine may still compute it: not a part of its head or body has come."""
+        return not self.any_bytes or (self.began and not self.any_body)
 
     def cut_off(self) -> None:
         """Note an orderly close, which ends a response without a length."""
@@ -109,6 +116,7 @@ class IncomingResponse:
     def on_body(self, body: bytes) -> None:
         """httptools: a part of the body."""
         if self.began and not self.ended:
+            self.any_body = True
             self.chunks.append(body)
 
     def on_message_complete(self) -> None:
@@ -119,10 +127,12 @@ class IncomingResponse:
 
 
 class Connection(asyncio.Protocol):
-    """One connection to an engine; carries one request at a time."""
+    """One connection to an engine; carries one request at a time. ``healthy``: whether the engine
+    answers others."""
 
-    def __init__(self) -> None:
+    def __init__(self, healthy: Callable[[], bool]) -> None:
         self.used_at = 0.0
+        self._healthy = healthy
         self._transport: asyncio.Transport
         self.response = IncomingResponse()  # the response to the last request
         self.response.ended = True  # no request was sent yet
@@ -180,12 +190,13 @@ class Connection(asyncio.Protocol):
 
     def send(self, head: bytes, body: bytes, silence_s: float) -> None:
         """Send a request. The connection counts as lost when the engine sends nothing for
-        ``silence_s`` seconds before the response is complete."""
+        ``silence_s`` seconds before the response is complete. A healthy engine that has sent
+        nothing of the body yet is not silent: it computes a long prompt or a whole answer."""
         self.response = IncomingResponse()
         self._heard = time.monotonic()
         if self._timer is None:
             self._listen(silence_s)
-        if len(body) < _HIGH:
+        if len(body) < _ONE_WRITE:
             self._transport.write(head + body)
         else:
             self._transport.write(head)
@@ -226,6 +237,11 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
         return data
 
+    def end_silent(self, since: float) -> None:
+        """Give the request up if the engine has sent nothing since a time."""
+        if self._heard < since and not (self._paused or self.response.ended):
+            self._break("sent nothing since it went down")
+
     def finish(self) -> bool:
         """End the request; return whether the connection can be reused. If not, close it; the
         engine then aborts an unfinished request."""
@@ -243,6 +259,8 @@ class Connection(asyncio.Protocol):
         before it fires, so setting one per request would be waste."""
         now = time.monotonic()
         if self._paused or self.response.ended:  # the router is not reading, or has no request open
+            self._heard = now
+        if now >= self._heard + silence_s and self.response.computed and self._healthy():
             self._heard = now
         left = self._heard + silence_s - now
         if left <= 0:
@@ -269,14 +287,18 @@ class Connection(asyncio.Protocol):
             self._waiting.set_result(None)
 
 
-async def read(connection: Connection, most: float = inf) -> bytes:
-    """Return the rest of a response body, of at most ``most`` bytes.
+async def read(
+    connection: Connection, most: float = inf, take: Callable[[int], None] = lambda _: None
+) -> bytes:
+    """Return the rest of a response body, of at most ``most`` bytes. ``take`` is told of each
+    piece's bytes before it is kept, and may raise.
 
     Raises:
         ConnectionLost: the connection broke, or the body is longer.
     """
     chunks = []
     while chunk := await connection.readany():
+        take(len(chunk))
         chunks.append(chunk)
         most -= len(chunk)
         if most < 0:

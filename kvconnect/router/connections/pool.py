@@ -22,6 +22,7 @@ from kvconnect.router.connections.http1 import (
 CONNECT_S = 5.0
 ANSWER_BYTES = 64 * 2**20  # limit of a response that is read as a whole
 IDLE_S = 2.0  # idle connections are reused this long; engines (uvicorn) close theirs after 5
+END_SILENT_S = 10.0  # an engine may be down this long until what it has not answered is given up
 _IDLE_MOST = 256  # connections kept per engine
 _T = TypeVar("_T")
 
@@ -32,6 +33,8 @@ class ConnectionPool:
     def __init__(self, silence_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._silence_s = silence_s
         self._idle: dict[BaseUrl, list[Connection]] = {}
+        self._asking: dict[BaseUrl, set[Connection]] = {}
+        self._down_since: dict[BaseUrl, float] = {}
         self._tls = tls  # created on first use: loading certificate authorities is slow
 
     async def open(
@@ -53,22 +56,36 @@ class ConnectionPool:
         kept = self._take(base)
         if kept is not None:
             try:
-                return await self._ask(kept, head, body, written)
+                return await self._ask(base, kept, head, body, written)
             except ClosedEarly:
                 pass
-        return await self._ask(await self._connect(base), head, body, written)
+        return await self._ask(base, await self._connect(base), head, body, written)
 
     def release(self, base: BaseUrl, connection: Connection) -> None:
         """Give a connection back; it is closed unless its response is complete."""
         idle = self._idle.setdefault(base, [])
+        self._asking[base].discard(connection)
         if connection.finish():
             connection.used_at = time.monotonic()
             idle.append(connection)
             if len(idle) > _IDLE_MOST:
                 idle.pop(0).close()
 
+    def mark(self, base: BaseUrl, *, up: bool) -> None:
+        """Take what a probe of an engine found. An engine that froze closes no connection, so
+        requests that it has not answered for a while are given up here."""
+        if up:
+            self._down_since.pop(base, None)
+            return
+        now = time.monotonic()
+        since = self._down_since.setdefault(base, now)
+        if now - since >= END_SILENT_S:
+            for connection in list(self._asking.get(base, ())):
+                connection.end_silent(since)
+
     def forget(self, base: BaseUrl) -> None:
         """Close the kept connections to one engine."""
+        self._down_since.pop(base, None)
         for connection in self._idle.pop(base, ()):
             connection.close()
 
@@ -81,7 +98,7 @@ class ConnectionPool:
         """Return status and body of a GET.
 
         Raises:
-            Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
+            Unreachable, ConnectionLost, TimeoutError: no response.
         """
         return await self.whole(base, request_head(base, "GET", path, {}), b"", timeout_s)
 
@@ -91,26 +108,29 @@ class ConnectionPool:
         """Send a request on a new connection; return status and body.
 
         Raises:
-            Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
+            Unreachable, ConnectionLost, TimeoutError: no response.
         """
         return await within(self._whole(base, head, body), timeout_s)
 
     async def _whole(self, base: BaseUrl, head: bytes, body: bytes) -> tuple[int, bytes]:
         """Use a new connection, so that background checks never see a kept one break."""
-        connection = await self._ask(await self._connect(base), head, body, None)
+        connection = await self._ask(base, await self._connect(base), head, body, None)
         try:
             return connection.response.status, await read(connection, ANSWER_BYTES)
         finally:
+            self._asking[base].discard(connection)
             connection.close()
 
     async def _ask(
         self,
+        base: BaseUrl,
         connection: Connection,
         head: bytes,
         body: bytes,
         written: Callable[[], None] | None,
     ) -> Connection:
-        begun = False
+        begun, asking = False, self._asking.setdefault(base, set())
+        asking.add(connection)
         try:
             connection.send(head, body, self._silence_s)
             if written is not None:
@@ -119,6 +139,7 @@ class ConnectionPool:
             begun = True
         finally:
             if not begun:
+                asking.discard(connection)
                 connection.close()
         return connection
 
@@ -128,7 +149,12 @@ class ConnectionPool:
             self._tls = self._tls or ssl.create_default_context()
         tls = self._tls if base.tls else None
         connecting = asyncio.ensure_future(
-            loop.create_connection(Connection, base.host, base.port, ssl=tls)
+            loop.create_connection(
+                lambda: Connection(lambda: base not in self._down_since),
+                base.host,
+                base.port,
+                ssl=tls,
+            )
         )
         taken = False
         try:
@@ -164,7 +190,7 @@ async def within(work: Awaitable[_T], timeout_s: float) -> _T:
     never swallows a cancellation that comes with the result.
 
     Raises:
-        asyncio.TimeoutError: not within ``timeout_s`` seconds.
+        TimeoutError: not within ``timeout_s`` seconds.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -42,7 +42,7 @@ ASK_TIMEOUT_S = 30.0  # a request for a standing ticket queues behind real prefi
 _RENEW_AT = 0.5  # part of its lifetime after which a ticket is renewed
 NOT_SHARED_S = 120.0  # an engine that offered no share ticket is asked again in half that time
 
-FAILED = (Unreachable, ConnectionLost, asyncio.TimeoutError, Refused)
+FAILED = (Unreachable, ConnectionLost, TimeoutError, Refused)
 """Errors of a request to an engine."""
 
 _T = TypeVar("_T")
@@ -105,13 +105,14 @@ class Watcher:
             logger.warning(text, engine.role.value, engine.url, reason)
         self._probed = True
         engine.mark(up=up)
+        self._pool.mark(engine.base, up=up)
 
     async def get(self, path: str, base: BaseUrl | None = None) -> bytes:
         """Return the body of a GET response.
 
         Raises:
             Refused: the status is not 200.
-            Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
+            Unreachable, ConnectionLost, TimeoutError: no response.
         """
         at = base or self._engine.base
         status, body = await self._pool.get(at, path, ASK_TIMEOUT_S)
@@ -162,7 +163,7 @@ class Watcher:
         """Return the decoded response, None if it is unusable.
 
         Raises:
-            Unreachable, ConnectionLost, asyncio.TimeoutError: no response.
+            Unreachable, ConnectionLost, TimeoutError: no response.
         """
         at = base or self._engine.base
         status, answer = await self._pool.get(at, path, ASK_TIMEOUT_S)

@@ -110,7 +110,7 @@ class ClientConcurrency:
 
 
 class BodyAllocation:
-    """The memory that one request's body takes."""
+    """The memory that the bodies of one request and of its whole answers take."""
 
     def __init__(self, bodies: BodyMemory, client: str) -> None:
         self.client = client
@@ -189,10 +189,10 @@ class BodyMemory:
             return
         while self._by_client[allocation.client] > self._share:
             if not self._evict_oldest(allocation, allocation.client):
-                raise Busy("the request bodies of this client take all the memory they may", 1)
+                raise Busy("this client's requests and answers take all the memory they may", 1)
         while self._free_bytes < 0:
             if not self._evict_oldest(allocation, ""):
-                raise Busy("the bodies of open requests take all the memory they may", 1)
+                raise Busy("open requests and their answers take all the memory they may", 1)
 
     def _evict_oldest(self, allocation: BodyAllocation, client: str) -> bool:
         """Evict the oldest incomplete body (of ``client`` if named); return whether one was."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from kvconnect.errors import Refused
 from kvconnect.router.decision import ChosenEngines, Decision, Legs
 from kvconnect.router.fleet.engines import Engine
+from kvconnect.router.http.admission import BodyAllocation
 from kvconnect.router.http.engine_call import EngineCall, Overhead
 from kvconnect.router.http.receipt_stream import ReceiptStream
 from kvconnect.router.http.renamed_stream import RenamedStream
@@ -50,9 +51,12 @@ class Attempt:
         reply: Reply,
         decision: Decision,
         choice: RoutingChoice,
+        room: BodyAllocation,
     ) -> None:
+        """``room``: where the memory of whole answers is taken."""
         self._overhead = Overhead()
         self._services, self._spans, self._reply = services, spans, reply
+        self._room = room
         self._streams_receipt = decision.streams_receipt
         self.legs = decision.legs(choice, self._chosen_engines(choice))
         for name in self.legs.dropped:
@@ -106,9 +110,10 @@ class Attempt:
             answer: bytes | None = None
             if call.streams:
                 await call.first_event()
-                await call.read()
+                async for _ in call.chunks(lambda _: False):
+                    pass
             else:
-                answer = await call.read()
+                answer = await call.read(self._room.take)
                 if self._services.caches.indexes:
                     found = engine_bodies.cached_tokens_of(answer)
                     self._services.metrics.hit(chosen.hit, found)
@@ -127,7 +132,7 @@ class Attempt:
     async def _begin(self, call: EngineCall, receipt: bool | str) -> bytes:
         """Return the first bytes of decode's answer; all of them if it is not a stream."""
         await call.open(self.legs.decode(receipt), self._overhead.written)
-        return await (call.first_event() if call.streams else call.read())
+        return await (call.first_event() if call.streams else call.read(self._room.take))
 
     def _chosen_engines(self, choice: RoutingChoice) -> ChosenEngines:
         fleet = self._services.fleet

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from kvconnect.errors import KVConnectError
@@ -31,16 +31,19 @@ from kvconnect.router.tracing import CallSpan
 _EVENT_STREAM = "text/event-stream"
 _EVENT_END = b"\n\n"
 _SHOWN = 500  # characters of an engine's own message in an error of the router
+_PASSED_HEADERS = ("Retry-After", "X-Request-Id")
+_MOST_ERROR = 1 << 20  # bytes of an engine's error
 _MOST_BEGINNING = 1 << 20  # bytes of a stream that are inspected before it is passed on
 
 
 @dataclass(frozen=True)
 class EngineResponse:
-    """An engine's complete response."""
+    """An engine's complete response. ``headers``: those that the client gets, too."""
 
     status: int
     content_type: str
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class EngineFailed(KVConnectError):
@@ -145,6 +148,12 @@ class EngineCall:
         return self._opened.response.headers.get("content-type", "application/octet-stream")
 
     @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the response that clients get, too."""
+        given = self._opened.response.headers
+        return {name: given[name.lower()] for name in _PASSED_HEADERS if name.lower() in given}
+
+    @property
     def streams(self) -> bool:
         """Whether the response is a stream of server-sent events."""
         return self.content_type.startswith(_EVENT_STREAM)
@@ -166,16 +175,21 @@ class EngineCall:
             status = self._connection.response.status
             if status == 200:
                 return
-            answer = EngineResponse(status, self.content_type, await read(self._connection))
+            body = await read(self._connection, _MOST_ERROR)
+            answer = EngineResponse(status, self.content_type, body, self.headers)
         if 400 <= status < 500:
             self._outcome = CallOutcome.REJECTED
             raise Rejected(answer)
         raise self._error(answer)
 
-    async def read(self) -> bytes:
-        """Return the whole response body."""
+    async def read(self, take: Callable[[int], None]) -> bytes:
+        """Return the whole response body; ``take`` is told of its bytes as they arrive.
+
+        Raises:
+            Busy: ``take`` finds no memory for it.
+        """
         with self._failures():
-            body = await read(self._opened)
+            body = await read(self._opened, take=take)
         self._outcome = CallOutcome.OK
         return body
 

@@ -7,6 +7,7 @@ pair is tried. After it, a failure ends the stream with an error event.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
@@ -21,7 +22,7 @@ from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.decision import ClientRequest, Decision
 from kvconnect.router.freed_frames import FreedFrames
-from kvconnect.router.http.admission import Busy
+from kvconnect.router.http.admission import BodyAllocation, Busy
 from kvconnect.router.http.attempt import Answer, Attempt
 from kvconnect.router.http.engine_call import EngineFailed, EngineResponse, Rejected
 from kvconnect.router.http.receipt_stream import ReceiptStream
@@ -67,12 +68,14 @@ class Exchange:
         self._turn = turn  # number of the request
         self._received_at = time.monotonic()
         self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
+        self._deadline = asyncio.timeout(services.options.limits.timeout_s)
 
     async def serve(self) -> web.StreamResponse:
         """Answer the request. The client's disconnect cancels this and both requests to engines."""
         timeout_s = self._services.options.limits.timeout_s
         try:
-            return await asyncio.wait_for(self._answer(), timeout_s)
+            async with self._deadline:
+                return await self._answer()
         except TimeoutError:
             self._outcome = RequestOutcome.TIMEOUT
             message = f"not done within {timeout_s:g} seconds"
@@ -105,7 +108,7 @@ class Exchange:
                     decision = Decision(
                         self._read(asked), services.rules, services.retries, _new_id
                     )
-                    return await self._attempts(decision, asked.prefix)
+                    return await self._attempts(decision, asked.prefix, allocation)
         except Busy as error:
             self._outcome = RequestOutcome.REJECTED
             return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
@@ -160,11 +163,12 @@ class Exchange:
         return {name: headers[name] for name in names if name in headers}
 
     async def _attempts(
-        self, decision: Decision, prefix: PromptPrefix | None
+        self, decision: Decision, prefix: PromptPrefix | None, room: BodyAllocation
     ) -> web.StreamResponse:
         """Try pairs of engines until one answers.
 
         Raises:
+            Busy: there is no memory for the answer.
             EngineFailed: the last attempt failed, and there is nothing left to try.
             Rejected: an engine rejects the request.
         """
@@ -191,7 +195,7 @@ class Exchange:
                 services.caches.sent(choice.targets, prefix)
                 try:
                     with FreedFrames():
-                        return await self._attempt(decision, choice)
+                        return await self._attempt(decision, choice, room)
                 except Rejected as error:
                     if not decision.rejected(view, choice, error.answer.status):
                         raise
@@ -203,13 +207,15 @@ class Exchange:
         finally:
             failure = None  # its traceback holds this frame, and that the body
 
-    async def _attempt(self, decision: Decision, choice: RoutingChoice) -> web.StreamResponse:
-        attempt = Attempt(self._services, self._spans, self._reply, decision, choice)
+    async def _attempt(
+        self, decision: Decision, choice: RoutingChoice, room: BodyAllocation
+    ) -> web.StreamResponse:
+        attempt = Attempt(self._services, self._spans, self._reply, decision, choice, room)
         async with attempt.answer() as answer:
             if answer.call.streams:
                 response = await self._stream(answer, choice.mode, decision)
             else:
-                response = self._whole(answer, attempt)
+                response = await self._whole(answer, attempt)
             attempt.completed = self._outcome is RequestOutcome.OK
             return response
 
@@ -225,22 +231,33 @@ class Exchange:
             self._services.metrics.count("withheld_retries", retry.withheld.value)
         return retry.follows
 
-    def _whole(self, answer: Answer, attempt: Attempt) -> web.Response:
-        """Pass an answer on that is not a stream."""
+    async def _whole(self, answer: Answer, attempt: Attempt) -> web.Response:
+        """Pass an answer on that is not a stream; return when its memory is free, or nearly."""
         call, body = answer.call, answer.first
         self._outcome = RequestOutcome.OK
         if self._services.options.listening.receipts:
             self._spans.answered(body)
         if attempt.legs.client_ids is not None:
             body = attempt.legs.client_ids.shown(body)
-        return self._reply.whole(EngineResponse(200, call.content_type, body))
+        response = self._reply.whole(EngineResponse(200, call.content_type, body, call.headers))
+        self._no_deadline()
+        with contextlib.suppress(ConnectionError):  # the client disconnected
+            await response.prepare(self._request)
+            await response.write_eof()
+        return response
+
+    def _no_deadline(self) -> None:
+        """The rest may take as long as client and engine make progress."""
+        if not self._deadline.expired():
+            self._deadline.reschedule(None)
 
     async def _stream(self, answer: Answer, mode: Mode, decision: Decision) -> web.StreamResponse:
         """Pass a stream on as it arrives."""
         call, first, passing = answer
         self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
         self._spans.first_byte()
-        stream = await self._reply.begin(call.content_type)
+        stream = await self._reply.begin(call.content_type, call.headers)
+        self._no_deadline()
         try:
             await passing.write(first)
             async for chunk in call.chunks(passing.forward):

@@ -11,6 +11,7 @@ from kvconnect.router.http.engine_call import EngineResponse
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.requests import engine_bodies
+from kvconnect.router.requests.errors import error_body
 
 _EVENT_END = b"\n\n"
 _ERROR_EVENT_S = 1.0  # time to send the error event to a client that does not read
@@ -30,7 +31,7 @@ class Reply:
 
     def whole(self, answer: EngineResponse) -> web.Response:
         """Return an engine's response unchanged."""
-        headers = self._headers(answer.content_type)
+        headers = {**self._headers(answer.content_type), **answer.headers}
         self.status = answer.status
         return web.Response(status=answer.status, body=answer.body, headers=headers)
 
@@ -38,18 +39,16 @@ class Reply:
         self, status: int, message: str, headers: Mapping[str, str] | None = None
     ) -> web.Response:
         """Return an error response of the router."""
-        body = engine_bodies.error_body(status, message)
-        answer = self.whole(EngineResponse(status, "application/json", body))
-        answer.headers.update(headers or {})
-        return answer
+        body = error_body(self._request.path, status, message)
+        return self.whole(EngineResponse(status, "application/json", body, headers or {}))
 
-    async def begin(self, content_type: str) -> web.StreamResponse:
-        """Start a stream.
+    async def begin(self, content_type: str, headers: Mapping[str, str]) -> web.StreamResponse:
+        """Start a stream; ``headers``: those of the engine that the client gets, too.
 
         Raises:
             ConnectionError: the client has disconnected; also raised by :meth:`write`.
         """
-        stream = web.StreamResponse(headers=self._headers(content_type))
+        stream = web.StreamResponse(headers={**self._headers(content_type), **headers})
         if self._request.version >= HttpVersion11:
             stream.enable_chunked_encoding()
         else:

@@ -59,7 +59,7 @@ class RequestReader:
             return ParsedRequest({}, Prompt(), None)
         _refuse_encoded(request)
         if (request.content_length or 0) > self._most:
-            raise web.HTTPRequestEntityTooLarge(self._most, request.content_length or 0)
+            raise self._too_large()
         raw = await self._whole(request, room)
         if len(raw) < _LARGE:
             return self._parsed(raw, api, tenant)
@@ -103,8 +103,14 @@ class RequestReader:
                 room.take(len(piece))
                 body += piece
                 if len(body) > self._most:
-                    raise web.HTTPRequestEntityTooLarge(self._most, len(body))
+                    raise self._too_large()
         return body
+
+    def _too_large(self) -> web.HTTPException:
+        error = web.HTTPRequestEntityTooLarge(self._most)
+        limit = f"{self._most / 2**20:g} MiB, what --max-body of the router allows"
+        error.set_status(413, f"the request body has more than {limit}")
+        return error
 
 
 def _refuse_encoded(request: web.Request) -> None:

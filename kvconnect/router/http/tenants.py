@@ -50,20 +50,25 @@ class Tenants:
     """
 
     def __init__(self, keys: Sequence[ApiKey], *, isolate: bool) -> None:
+        self._isolate = isolate
+        self.take(keys)
+
+    def take(self, keys: Sequence[ApiKey]) -> None:
+        """Serve the clients with these keys from now on."""
         self._known = {
-            f"Bearer {key}".encode(): Tenant(
+            key.encode(): Tenant(
                 name or f"key {number}",
-                blake2b(key.encode()).digest() if isolate else b"",
+                blake2b(key.encode()).digest() if self._isolate else b"",
                 priority,
             )
             for number, (key, name, priority) in enumerate(keys)
         }
 
-    def find(self, authorization: str, address: str) -> Tenant | None:
+    def find(self, api_key: str, address: str) -> Tenant | None:
         """Return the client of a request, None if its API key is unknown."""
         if not self._known:
             return Tenant(_network(address))
-        given = authorization.encode("utf-8", "surrogateescape")
+        given = api_key.encode("utf-8", "surrogateescape")
         # All keys are compared, so that timing reveals none.
         found = [tenant for key, tenant in self._known.items() if hmac.compare_digest(given, key)]
         return found[0] if found else None

@@ -289,8 +289,11 @@ def _available(
 
 
 def _serving(engines: Sequence[EngineView], request: RoutedRequest) -> list[EngineView]:
-    """Return the engines that serve the request's model and path, up or not."""
+    """Return the engines that serve the request's model and path, up or not. SGLang serves its
+    model under any name: where all engines have the same, no name is wrong."""
     found = [e for e in engines if e.serves(request.model)]
+    if not found and len({(e.kind, e.models) for e in engines}) == 1:
+        found = [e for e in engines if e.kind is EngineKind.SGLANG]
     return [e for e in found if e.kind in request.kinds]
 
 

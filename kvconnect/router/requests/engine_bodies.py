@@ -309,8 +309,8 @@ def error_in(event: bytes) -> tuple[int, bytes] | None:
     match _json_or_none(text):
         case {"error": {"code": int(code)}} if 500 <= code < 600:
             return code, text
-        case {"type": "error", "error": {"message": str(message)}}:  # of /v1/messages
-            return 500, error_body(500, message)
+        case {"type": "error", "error": {"message": str()}}:  # of /v1/messages
+            return 500, text
         case {
             "meta_info": {"finish_reason": {"type": "abort", "status_code": int(code), **more}}
         } if 500 <= code < 600:
@@ -320,7 +320,9 @@ def error_in(event: bytes) -> tuple[int, bytes] | None:
 
 def opens_without_content(event: bytes) -> bool:
     """Whether a server-sent event opens a response without content. Engines send such events
-    first, even when an error follows."""
+    first, even when an error follows, and comments as long as there is nothing else."""
+    if all(line.startswith(b":") for line in event.splitlines() if line):
+        return True
     match _json_or_none(_data_of(event)):
         case {"choices": [_, *_] as choices}:
             return all(map(_only_names_role, choices))

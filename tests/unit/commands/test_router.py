@@ -83,6 +83,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         *("--workers-file", str(keys), "--prefill-dns", "http://p:1", "--decode-dns", "http://d:2"),
         *("--prefill-kubernetes", "http://s.n:3", "--etcd", "http://e:2379/kv"),
         *("--shared-port", "--tls-cert", "/c", "--tls-key", "/k", "--api-key-file", str(keys)),
+        *("--allowed-origin", "http://c", "https://d:1"),
         *("--admin-token-file", str(token), "--admin-host", "::1", "--admin-port", "82"),
     ]
     a, b = EngineSpec("http://a:1"), EngineSpec("http://a:2", EngineKind.SGLANG)
@@ -98,8 +99,12 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             {Role.PREFILL: ("http://s.n:3",)},
             EtcdServer("http://e:2379/kv"),
         ),
-        admin=AdminAccess("::1", 82, "0123456789abcdef"),
-        listening=Listening("10.0.0.1", 81, True, "/c", "/k", (ApiKey(ONE), ApiKey(TWO, "alice"))),
+        admin=AdminAccess("::1", 82, "0123456789abcdef", str(token)),
+        listening=Listening(
+            *("10.0.0.1", 81, True, "/c", "/k", (ApiKey(ONE), ApiKey(TWO, "alice"))),
+            api_key_file=str(keys),
+            allowed_origins=("http://c", "https://d:1"),
+        ),
         prefill_policy=RankingPolicy.CACHE_AWARE,
         decode_policy=RankingPolicy.RANDOM,
         dp_minimum_tokens=True,

@@ -8,10 +8,12 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect import memory
+from kvconnect.router.connections import pool
 from kvconnect.router.http.admission import Admission, Busy
 from kvconnect.router.options import RouterLimits
 from tests.fakes.engine import (
@@ -95,6 +97,31 @@ async def test_bodies_of_all_open_requests_together_have_a_bound(
             assert await send() == (200, None)
 
 
+@on_loop
+async def test_whole_answers_of_all_open_requests_have_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1)
+    size = 0
+
+    async def long_answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, object]
+    ) -> web.StreamResponse:
+        answer = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await answer.prepare(request)
+        for _ in range(size // 1024):
+            await answer.write(b"7" * 1024)
+        return answer
+
+    p, d = FakeEngine(prefills), FakeEngine(long_answer)
+    async with bench([p], [d], body_mib=1.0) as router:
+        for size, status in ((1 << 19, 200), (1 << 30, 429), (1 << 19, 200)):
+            answer = await router.post(ASK)
+            assert answer.status == status
+            assert status == 429 or len(answer.body) == size
+        await until(lambda: d.dropped == 1)
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 3))
 def test_every_place_is_given_back(cancelled: list[bool], places: int) -> None:
     async def run() -> None:
@@ -143,10 +170,14 @@ async def test_a_full_router_answers_429() -> None:
 
 
 @on_loop
-async def test_a_silent_engine_is_gone_around() -> None:
+async def test_an_engine_that_froze_is_gone_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "END_SILENT_S", 0.1)
     ps, d = [FakeEngine(hangs), FakeEngine(prefills)], FakeEngine(decodes)
-    async with bench(ps, [d], handoff="pull", silence_s=0.2) as router:
-        status, _, headers = await router.post(ASK)
+    async with bench(ps, [d], handoff="pull") as router:
+        asking = asyncio.create_task(router.post(ASK))
+        await until(lambda: len(ps[0].asked) == 1)
+        ps[0].well = False
+        status, _, headers = await asking
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
         assert await router.metric("retries_total", role="prefill", cause="lost") == 1
         await until(lambda: ps[0].dropped == 1)

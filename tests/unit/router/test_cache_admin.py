@@ -105,7 +105,7 @@ async def test_a_client_s_own_cache_is_named_by_its_key() -> None:
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     keys = (ApiKey("first-key"), ApiKey("second-key"))
     async with administered([p], [d], listening=Listening(api_keys=keys)) as admin:
-        tenant = Tenants(keys, isolate=True).find("Bearer second-key", "")
+        tenant = Tenants(keys, isolate=True).find("second-key", "")
         assert tenant is not None
         await control(admin, hint="drop", api_key="second-key")
         assert d.asked[-1]["cache_salt"] == tenant.salt(b"")

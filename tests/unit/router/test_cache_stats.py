@@ -192,7 +192,7 @@ async def test_a_text_or_a_chat_is_tokenized_by_an_engine() -> None:
 
 @on_loop
 async def test_a_tenant_is_named_by_its_key_or_salt() -> None:
-    alice = Tenants(KEYS, isolate=True).find("Bearer second-key", "")
+    alice = Tenants(KEYS, isolate=True).find("second-key", "")
     assert alice is not None
     events = stored(range(1, 5), extra_keys=[[alice.salt(b"")], None, None, None])
     own = stored(range(11, 13), extra_keys=[["own"], None])

@@ -182,6 +182,12 @@ def test_any_choice_is_a_pair_that_can_hand_over(
             for n, (up, version, kind, models) in enumerate(some)
         )
 
+    def serves(side: list[Any], one: EngineView) -> bool:
+        """SGLang serves the one model of its side under any name."""
+        kinds_and_models = {(kind, models) for _, _, kind, models in side}
+        any_name = one.kind is EngineKind.SGLANG and len(kinds_and_models) == 1
+        return any_name or one.serves(model)
+
     view = FleetView(fleet(prefill), fleet(decode))
     request = RoutedRequest(turn, 10, model, single=single)
     found = choose(view, request, FailedTargets(), RULES)
@@ -189,7 +195,7 @@ def test_any_choice_is_a_pair_that_can_hand_over(
         (p, d)
         for p in view.prefill
         for d in view.decode
-        if p.up and d.up and p.pairs_with(d) and p.serves(model) and d.serves(model)
+        if p.up and d.up and p.pairs_with(d) and serves(prefill, p) and serves(decode, d)
     ]
     if found is None:
         assert not pairs
@@ -197,7 +203,8 @@ def test_any_choice_is_a_pair_that_can_hand_over(
             assert explain_no_choice(view, request)
         except Unserved:
             assert not all(
-                any(w.serves(model) for w in side) for side in (view.prefill, view.decode)
+                any(serves(some, w) for w in side)
+                for some, side in ((prefill, view.prefill), (decode, view.decode))
             )
     elif found.prefill is None:
         assert not single and view.decode[found.decode.target.engine].up
@@ -237,6 +244,27 @@ def test_sglang_takes_an_adapters_name_behind_the_models(
     kind: EngineKind, model: str, serves: bool
 ) -> None:
     assert engine(0, kind=kind, models=frozenset({"a", "s3://m"})).serves(model) == serves
+
+
+@pytest.mark.parametrize(
+    ("kind", "models", "served"),
+    [
+        (EngineKind.SGLANG, ("a", "a"), True),
+        (EngineKind.SGLANG, ("a", "b"), False),
+        (EngineKind.VLLM, ("a", "a"), False),
+    ],
+)
+def test_sglang_serves_its_one_model_under_any_name(
+    kind: EngineKind, models: tuple[str, str], served: bool
+) -> None:
+    side = tuple(engine(n, kind=kind, models=frozenset({m})) for n, m in enumerate(models))
+    view, asked = FleetView(side, side), ASK._replace(model="default")
+    if served:
+        assert chosen(view, model="default").mode is Mode.BOOTSTRAP
+        return
+    assert choose(view, asked, FailedTargets(), RULES) is None
+    with pytest.raises(Unserved, match="The model `default` does not exist"):
+        explain_no_choice(view, asked)
 
 
 def test_sglangs_own_requests_go_to_sglang() -> None:

@@ -416,8 +416,13 @@ def test_the_event_of_a_chat_that_only_names_the_role(said: object, opens: bool)
 
 
 def test_what_is_no_chunk_opens_nothing() -> None:
-    for event in (b"", b": comment", b"data: [DONE]", b"data: " + b"[" * 99_999):
+    for event in (b"data: [DONE]", b"data: " + b"[" * 99_999, b": comment\ndata: 7"):
         assert not engine_bodies.opens_without_content(event)
+
+
+def test_comments_are_no_content() -> None:
+    for event in (b"", b": keep-alive", b":\n: two"):
+        assert engine_bodies.opens_without_content(event)
 
 
 # Choice -----------------------------------------------------------------------------------------

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from kvconnect.router.connections import pool
-from kvconnect.router.connections.http1 import BaseUrl, ConnectionLost, read, request_head
+from kvconnect.router.connections.http1 import (
+    BaseUrl,
+    Connection,
+    ConnectionLost,
+    read,
+    request_head,
+)
 from kvconnect.router.connections.pool import ConnectionPool
 from tests.fakes.engine import on_loop, until
 
@@ -45,10 +51,12 @@ class Engine:
 
 
 @asynccontextmanager
-async def asked(engine: Engine) -> AsyncIterator[tuple[ConnectionPool, BaseUrl]]:
+async def asked(
+    engine: Engine, silence_s: float = SILENCE_S
+) -> AsyncIterator[tuple[ConnectionPool, BaseUrl]]:
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     base = BaseUrl.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    client = ConnectionPool(SILENCE_S)
+    client = ConnectionPool(silence_s)
     try:
         yield client, base
     finally:
@@ -157,10 +165,78 @@ async def test_a_request_that_an_engine_has_taken_is_not_repeated(answer: bytes)
     asyncio.get_running_loop().set_exception_handler(lambda _, what: escaped.append(what))
     async with asked(engine) as (client, base):
         assert await ask(client, base) == b"ok"
+        client.mark(base, up=False)
         with pytest.raises(ConnectionLost):
             await ask(client, base)
     assert (engine.asked, engine.connections) == (2, 1)
     assert escaped == []
+
+
+@on_loop
+async def test_an_engine_that_is_well_and_computes_is_not_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, listen = 0, Connection._listen
+
+    def count(connection: Connection, silence_s: float) -> None:
+        nonlocal looks
+        looks += 1
+        listen(connection, silence_s)
+
+    monkeypatch.setattr(Connection, "_listen", count)
+    async with asked(Engine([SILENCE])) as (client, base):
+        asking = asyncio.create_task(ask(client, base))
+        await until(lambda: looks > 3)
+        assert not asking.done()
+        client.mark(base, up=False)  # control
+        with pytest.raises(ConnectionLost, match="sent nothing for"):
+            await asking
+
+
+@on_loop
+async def test_what_an_engine_that_froze_has_not_answered_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine([SILENCE])
+    async with asked(engine, silence_s=60.0) as (client, base):
+        asking = asyncio.create_task(ask(client, base))
+        await until(lambda: engine.asked == 1)
+        client.mark(base, up=False)  # it may be busy
+        assert not asking.done()
+        monkeypatch.setattr(pool, "END_SILENT_S", 0.0)
+        client.mark(base, up=True)
+        client.mark(base, up=False)
+        with pytest.raises(ConnectionLost, match="since it went down"):
+            await asking
+
+
+@on_loop
+async def test_control_an_engine_that_sends_while_it_is_down_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    more = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK[:-1])
+        await more.wait()
+        writer.write(OK[-1:])
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    base = BaseUrl.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    client = ConnectionPool(60.0)
+    monkeypatch.setattr(pool, "END_SILENT_S", 60.0)
+    client.mark(base, up=False)
+    connection = await client.open(base, request_head(base, "GET", "/", {}))
+    assert await connection.readany() == b"o"
+    monkeypatch.setattr(pool, "END_SILENT_S", 0.0)
+    client.mark(base, up=False)
+    more.set()
+    assert await read(connection) == b"k"
+    client.release(base, connection)
+    client.close()
+    server.close()
 
 
 @on_loop

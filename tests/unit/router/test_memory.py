@@ -17,7 +17,7 @@ from tests.hostile.fleet import Routed, Session, routed
 MANIFEST = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes" / "router.yaml"
 CLIENTS = 10
 LARGEST_MIB = int(RouterLimits().body_mib)
-LOW_MIB = 256
+LOW_MIB = 512
 PROMPT = b'{"model":"fake","prompt":"a"'
 WIDE = '\U0001f600"}'.encode()  # its text takes four bytes a character
 BODIES = (

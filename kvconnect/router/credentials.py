@@ -1,0 +1,81 @@
+"""Files of keys, tokens and certificates: read at the start, and again when they change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvconnect.errors import ConfigError
+from kvconnect.router.api_keys import ApiKey, parse_api_keys
+from kvconnect.secret_files import read_secret_text
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 2.0  # between two looks at the files
+
+
+def read_api_keys(path: str) -> tuple[ApiKey, ...]:
+    """Return the clients' keys in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or one of its lines is no key.
+    """
+    return parse_api_keys("api-key-file", path, read_secret_text("api-key-file", path))
+
+
+def read_admin_token(path: str) -> str:
+    """Return the token in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no token.
+    """
+    token = read_secret_text("admin-token-file", path)
+    if not 16 <= len(token) <= 4096 or not token.isascii() or len(token.split()) > 1:
+        raise ConfigError("admin-token-file", path, "put a token of 16 characters or more in it")
+    return token
+
+
+class WatchedFiles(NamedTuple):
+    """Files that belong together, and what takes what is in them. ``load`` raises
+    :class:`ConfigError`, :class:`OSError` or :class:`ssl.SSLError` if they are of no use."""
+
+    paths: tuple[str, ...]
+    load: Callable[[], None]
+
+
+async def follow(watched: Sequence[WatchedFiles]) -> None:
+    """Load files again whenever they change. Those that are of no use change nothing, and are
+    logged once."""
+    seen = {files.paths: _state(files.paths) for files in watched}
+    while True:
+        await asyncio.sleep(EVERY_S)
+        for files in watched:
+            now = _state(files.paths)
+            if now == seen[files.paths]:
+                continue
+            seen[files.paths] = now
+            names = ", ".join(files.paths)
+            try:
+                files.load()
+            except (ConfigError, OSError, ssl.SSLError) as error:
+                why = error.fix if isinstance(error, ConfigError) else error
+                logger.warning("%s changed, and the former content stays in use: %s", names, why)
+            else:
+                logger.info("%s changed and was read again", names)
+
+
+def _state(paths: Sequence[str]) -> list[tuple[int, int, int] | None]:
+    """Return what changes when one of the files does; Kubernetes replaces them by links."""
+    found: list[tuple[int, int, int] | None] = []
+    for path in paths:
+        try:
+            one = os.stat(path)
+        except OSError:
+            found.append(None)
+        else:
+            found.append((one.st_ino, one.st_mtime_ns, one.st_size))
+    return found
