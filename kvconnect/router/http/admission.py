@@ -116,6 +116,7 @@ class BodyAllocation:
         self.client = client
         self.taken = 0
         self.lost = False  # evicted, because other bodies needed the memory
+        self.ended = False  # so is the request; a prefill answer may still arrive for seconds
         self._bodies = bodies
         self._reader: asyncio.Task[Any] | None = None
 
@@ -125,8 +126,9 @@ class BodyAllocation:
         Raises:
             Busy: no memory is left.
         """
-        self.taken += size
-        self._bodies.taken(self, size)
+        if not self.ended:
+            self.taken += size
+            self._bodies.taken(self, size)
 
     @contextmanager
     def arriving(self, reader: asyncio.Task[Any] | None) -> Iterator[None]:
@@ -172,6 +174,7 @@ class BodyMemory:
         try:
             yield allocation
         finally:
+            allocation.ended = True
             allocation.free()
 
     def taken(self, allocation: BodyAllocation, size: int) -> None:

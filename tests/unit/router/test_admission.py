@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvconnect import memory
 from kvconnect.router.connections import pool
-from kvconnect.router.http.admission import Admission, Busy
+from kvconnect.router.http.admission import Admission, BodyMemory, Busy
 from kvconnect.router.options import RouterLimits
 from tests.fakes.engine import (
     ASK,
@@ -120,6 +120,16 @@ async def test_whole_answers_of_all_open_requests_have_a_bound(
             assert answer.status == status
             assert status == 429 or len(answer.body) == size
         await until(lambda: d.dropped == 1)
+
+
+def test_what_arrives_after_a_request_takes_nothing() -> None:
+    bodies = BodyMemory(100, 100)
+    for _ in range(10):
+        with bodies.allocation("a") as room:
+            room.take(100)
+        room.take(100)
+    with bodies.allocation("a") as room, pytest.raises(Busy):  # control
+        room.take(101)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 3))
