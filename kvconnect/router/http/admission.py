@@ -110,7 +110,7 @@ class ClientConcurrency:
 
 
 class BodyAllocation:
-    """The memory that the bodies of one request and of its whole answers take."""
+    """The memory that one request's body takes, or its answers that are no streams."""
 
     def __init__(self, bodies: BodyMemory, client: str) -> None:
         self.client = client
@@ -157,12 +157,14 @@ class BodyAllocation:
 
 
 class BodyMemory:
-    """Limits the memory of all request bodies to ``most`` bytes, and of one client's to ``share``.
+    """Limits the memory of all request bodies, or of all answers, to ``most`` bytes, and of one
+    client's to ``share``.
 
     When memory runs out, incomplete bodies are evicted, the oldest first.
     """
 
-    def __init__(self, most: int, share: int) -> None:
+    def __init__(self, what: str, most: int, share: int) -> None:
+        self._what = what  # they are, for errors
         self.arriving: dict[BodyAllocation, None] = {}  # oldest first
         self._free_bytes, self._share = most, share
         self._by_client: dict[str, int] = {}
@@ -192,10 +194,10 @@ class BodyMemory:
             return
         while self._by_client[allocation.client] > self._share:
             if not self._evict_oldest(allocation, allocation.client):
-                raise Busy("this client's requests and answers take all the memory they may", 1)
+                raise Busy(f"{self._what} of this client take all the memory they may", 1)
         while self._free_bytes < 0:
             if not self._evict_oldest(allocation, ""):
-                raise Busy("open requests and their answers take all the memory they may", 1)
+                raise Busy(f"{self._what} of all clients take all the memory they may", 1)
 
     def _evict_oldest(self, allocation: BodyAllocation, client: str) -> bool:
         """Evict the oldest incomplete body (of ``client`` if named); return whether one was."""

@@ -100,6 +100,7 @@ class Exchange:
                 services.in_flight.enter(client),
                 services.retries.opened(),
                 services.bodies.allocation(client) as allocation,
+                services.answers.allocation(client) as room,
             ):
                 asked = await services.intake.read(
                     self._request, self._api, self._tenant, allocation
@@ -108,7 +109,7 @@ class Exchange:
                     decision = Decision(
                         self._read(asked), services.rules, services.retries, _new_id
                     )
-                    return await self._attempts(decision, asked.prefix, allocation)
+                    return await self._attempts(decision, asked.prefix, room)
         except Busy as error:
             self._outcome = RequestOutcome.REJECTED
             return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})

@@ -30,6 +30,7 @@ class Services(NamedTuple):
     admission: Admission
     in_flight: ClientConcurrency
     bodies: BodyMemory
+    answers: BodyMemory
     intake: RequestReader
     caches: Caches
     spans: RouterSpans

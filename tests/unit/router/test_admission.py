@@ -115,7 +115,7 @@ async def test_whole_answers_of_all_open_requests_have_a_bound(
 
     p, d = FakeEngine(prefills), FakeEngine(long_answer)
     async with bench([p], [d], body_mib=1.0) as router:
-        for size, status in ((1 << 19, 200), (1 << 30, 429), (1 << 19, 200)):
+        for size, status in ((1 << 18, 200), (1 << 30, 429), (1 << 18, 200)):
             answer = await router.post(ASK)
             assert answer.status == status
             assert status == 429 or len(answer.body) == size
@@ -123,7 +123,7 @@ async def test_whole_answers_of_all_open_requests_have_a_bound(
 
 
 def test_what_arrives_after_a_request_takes_nothing() -> None:
-    bodies = BodyMemory(100, 100)
+    bodies = BodyMemory("bodies", 100, 100)
     for _ in range(10):
         with bodies.allocation("a") as room:
             room.take(100)

@@ -157,9 +157,9 @@ async def test_an_evicted_body_is_freed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def _small(made: list[BodyMemory], init: Callable[..., None]) -> Callable[..., None]:
-    def wrapped(self: BodyMemory, most: int, share: int) -> None:
+    def wrapped(self: BodyMemory, what: str, most: int, share: int) -> None:
         made.append(self)
-        init(self, SIZE + SIZE // 2, SIZE + SIZE // 2)
+        init(self, what, SIZE + SIZE // 2, SIZE + SIZE // 2)
 
     return wrapped
 

@@ -192,17 +192,17 @@ async def test_a_client_with_many_requests_does_not_hold_up_others() -> None:
 
 
 def test_a_client_has_a_share_of_the_room_for_bodies() -> None:
-    bodies = BodyMemory(100, 60)
+    bodies = BodyMemory("bodies", 100, 60)
     with (
         bodies.allocation("a") as first,
         bodies.allocation("a") as second,
         bodies.allocation("b") as other,
     ):
         first.take(50)
-        with pytest.raises(Busy, match="of this client take"):
+        with pytest.raises(Busy, match="bodies of this client take"):
             second.take(20)
         other.take(30)
-        with pytest.raises(Busy, match="of open requests"):
+        with pytest.raises(Busy, match="bodies of all clients take"):
             other.take(20)
     with bodies.allocation("c") as third:
         third.take(60)
@@ -210,7 +210,7 @@ def test_a_client_has_a_share_of_the_room_for_bodies() -> None:
 
 
 def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
-    bodies, stopped = BodyMemory(100, 60), list[str]()
+    bodies, stopped = BodyMemory("bodies", 100, 60), list[str]()
     with (
         bodies.allocation("a") as old,
         bodies.allocation("a") as new,
@@ -238,7 +238,7 @@ def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
 
 @on_loop
 async def test_a_body_keeps_its_room_from_its_last_byte_on() -> None:
-    bodies, refused = BodyMemory(100, 100), list[Busy]()
+    bodies, refused = BodyMemory("bodies", 100, 100), list[Busy]()
     with bodies.allocation("a") as whole, bodies.allocation("b") as other:
 
         def needs_it() -> None:
