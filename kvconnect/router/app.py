@@ -51,7 +51,7 @@ _PUBLIC_PATHS = ("/health", "/live", "/ready", "/metrics")
 _GC_THRESHOLD = 10_000  # new objects between two garbage collections
 _BACKLOG = 1024  # connections that wait to be accepted
 IDLE_S = 75.0  # an idle connection is closed after this time without a complete request head
-METRICS_EVERY_S = 1.0  # the metrics are made anew at most this often
+_SCRAPE_PAUSE = 9  # times as long as making the metrics took, until they are made again
 _SHOWN = 200  # characters of a client's input that are logged
 UNREAD_S = 60.0  # a connection is closed when the client reads nothing for this time
 
@@ -91,7 +91,7 @@ class RouterHandlers:
         self._options = options
         self._tls = tls
         self._metrics = RouterMetrics()
-        self._scraped_at, self._scraped = 0.0, b""
+        self._scraped_at, self._scrape_again_at, self._scraped = 0.0, 0.0, b""
         self._scraping = asyncio.Lock()
         rules = options.rules
         caches = Caches(rules)
@@ -229,16 +229,19 @@ class RouterHandlers:
         return web.json_response({"status": "ok"})
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
-        """The router's metrics in Prometheus' text format. All who ask within
-        ``METRICS_EVERY_S`` get the same text, so that nobody slows requests by asking often."""
+        """The router's metrics in Prometheus' text format. Whoever asks waits, so that making them
+        takes a tenth of the time at most, however many ask; all who wait get the same text."""
+        asked = time.monotonic()
         async with self._scraping:
-            now = time.monotonic()
-            if not self._scraped or now - self._scraped_at >= METRICS_EVERY_S:
+            if self._scraped_at < asked:
+                await asyncio.sleep(self._scrape_again_at - asked)
+                self._scraped_at = now = time.monotonic()
                 loads = (EngineLoads(e.role, e.url, e.loads.at(now)) for e in self._fleet.all())
                 self._metrics.tokens(loads)
-                self._scraped_at = now
                 self._scraped = await asyncio.to_thread(generate_latest, self._metrics.registry)
-        body = self._scraped
+                ended = time.monotonic()
+                self._scrape_again_at = ended + _SCRAPE_PAUSE * (ended - now)
+            body = self._scraped
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -12,13 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields
 from functools import wraps
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from kvconnect.router import app as app_module
 from kvconnect.router.app import SERVER_OPTIONS, make_app
 from kvconnect.router.fleet import watch
 from kvconnect.router.options import (
@@ -282,7 +280,6 @@ async def bench(
         client = await ends.enter_async_context(aiohttp.ClientSession())
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         router = Bench(url, client, (prefill, decode))
-        ends.enter_context(patch.object(app_module, "METRICS_EVERY_S", 0.0))
         await router.standing_tickets_are_held()
         yield router
 
