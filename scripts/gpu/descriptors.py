@@ -27,6 +27,7 @@ from kvconnect.copy.driver import CudaDriver, own_stream
 SIZES = (64, 256, MAX_DESCRIPTORS)
 PAGES = {"64k": 64 << 10, "16k": 16 << 10}
 CHILD_LIMIT_S = 5.0
+DRY_LIMIT_S = 60.0  # without a device, a loaded machine alone delays a child
 IDLE_ROUNDS, QUEUED_ROUNDS = 9, 16
 SPIN_CYCLES = 400_000_000
 """About 200 ms."""
@@ -80,14 +81,15 @@ def probe(pretended: bool) -> str | None:
     """Measure all sizes, rising; return the first fault. This process never uses the device, so
     that each child can begin to."""
     children = multiprocessing.get_context("fork")
+    limit_s = DRY_LIMIT_S if pretended else CHILD_LIMIT_S
     for copies in SIZES:
         child = children.Process(target=measure, args=(copies, pretended))
         child.start()
-        child.join(CHILD_LIMIT_S)
+        child.join(limit_s)
         if child.exitcode is None:
             child.kill()
             child.join()
-            return f"batches of {copies}: no end within {CHILD_LIMIT_S} s"
+            return f"batches of {copies}: no end within {limit_s} s"
         if child.exitcode:
             return f"batches of {copies}: exit status {child.exitcode}"
     return None
