@@ -64,7 +64,7 @@ class ConnectionPool:
     def release(self, base: BaseUrl, connection: Connection) -> None:
         """Give a connection back; it is closed unless its response is complete."""
         idle = self._idle.setdefault(base, [])
-        self._asking[base].discard(connection)
+        self._answered(base, connection)
         if connection.finish():
             connection.used_at = time.monotonic()
             idle.append(connection)
@@ -118,7 +118,7 @@ class ConnectionPool:
         try:
             return connection.response.status, await read(connection, ANSWER_BYTES)
         finally:
-            self._asking[base].discard(connection)
+            self._answered(base, connection)
             connection.close()
 
     async def _ask(
@@ -129,8 +129,8 @@ class ConnectionPool:
         body: bytes,
         written: Callable[[], None] | None,
     ) -> Connection:
-        begun, asking = False, self._asking.setdefault(base, set())
-        asking.add(connection)
+        begun = False
+        self._asking.setdefault(base, set()).add(connection)
         try:
             connection.send(head, body, self._silence_s)
             if written is not None:
@@ -139,9 +139,15 @@ class ConnectionPool:
             begun = True
         finally:
             if not begun:
-                asking.discard(connection)
+                self._answered(base, connection)
                 connection.close()
         return connection
+
+    def _answered(self, base: BaseUrl, connection: Connection) -> None:
+        asking = self._asking.get(base, set())
+        asking.discard(connection)
+        if not asking:
+            self._asking.pop(base, None)
 
     async def _connect(self, base: BaseUrl) -> Connection:
         loop = asyncio.get_running_loop()
