@@ -47,9 +47,8 @@ def test_a_result_names_the_commit_that_it_measured(
 # How old they are ---------------------------------------------------------------------------------
 
 WITHOUT_COMMIT = {
-    "balance", "chaos", "handoff", "hybrids",
-    "models", "mooncake_storage", "router",
-    "serve", "sglang_handoff", "sharing", "soak", "tiers",
+    "balance", "handoff", "hybrids", "mooncake_storage", "router",
+    "serve", "sglang_handoff", "sharing", "tiers",
 }  # fmt: skip
 """Results that do not say what they measured, or of which release: to be measured again."""
 RELEASES_OLD = 1
