@@ -76,6 +76,7 @@ class NixlAgent:
         config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
         self._notifications: dict[bytes, set[bytes]] = {}  # arrived and not taken, by session
         self._peers: Counter[str] = Counter()  # connections, by agent name
+        self._handles: set[int] = set()  # of writes that were not released
         try:
             self._agent: Any = nixl.nixlAgent(name, config)
             self._create_backend(backend)
@@ -139,6 +140,9 @@ class NixlAgent:
         self._peers[name] -= 1
         if self._peers[name]:
             return  # another connection to the same process still needs it
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
         del self._peers[name]
         try:
             self._agent.invalidateRemoteMD(name)
@@ -169,6 +173,7 @@ class NixlAgent:
             )
         except self._errors as error:
             raise TransferFailed(f"NIXL refuses to write these pages: {error}") from error
+        self._handles.add(handle)
         try:
             self._agent.postXferReq(handle, notification)
         except self._errors as error:
@@ -191,8 +196,9 @@ class NixlAgent:
 
     def release(self, handle: int) -> None:
         """Free a write's handle; ends the write if it is still under way."""
-        if self._agent is None:
+        if handle not in self._handles:
             return  # freed when the agent was closed
+        self._handles.remove(handle)
         try:
             self._agent.releaseXferReq(handle)
         except self._errors as error:
@@ -231,7 +237,15 @@ class NixlAgent:
         self._notifications.pop(session, None)
 
     def close(self) -> None:
-        """End the agent. No network write can reach this memory afterwards."""
+        """End the agent. No network write can reach this memory afterwards.
+
+        Writes end before the connections that they use, and these before the agent: UCX may abort
+        the process if it is closed with requests under way.
+        """
+        for handle in list(self._handles):
+            self.release(handle)
+        for name in list(self._peers):
+            self._forget(name)
         self._agent = None
 
     def _descs(self, addresses: Ints, lengths: Ints, device: int) -> Any:

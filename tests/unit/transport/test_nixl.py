@@ -211,6 +211,42 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+class _Recorded:
+    """NIXL's agent, and the names of its methods that were called."""
+
+    def __init__(self, agent: object) -> None:
+        self.agent = agent
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        self.calls.append(name)
+        return getattr(self.agent, name)
+
+
+def test_an_agent_ends_after_its_writes_and_its_peers() -> None:
+    """In another order UCX is closed with requests under way, and may abort the process."""
+    memories = [np.zeros(4 * BLOCK, np.uint8) for _ in range(2)]
+    areas = [MemoryRegion(each.ctypes.data, each.nbytes) for each in memories]
+    for ended_before in (False, True):  # what was ended before is not ended again
+        source, reader = (NixlAgent("UCX", [area], local=True) for area in areas)
+        peer = source.add_peer(reader.offer)
+        here, there = (np.array([area.address], np.int64) for area in areas)
+        pieces = PairedRuns(here, there, np.array([4 * BLOCK], np.int64))
+        handles = [source.write(peer, pieces, WriteDevices(-1, -1), b"") for _ in range(3)]
+        if ended_before:
+            for handle in handles:
+                source.release(handle)
+            source.remove_peer(peer)
+        source._agent = recorded = _Recorded(source._agent)
+        source.close()
+        for handle in handles:
+            source.release(handle)  # as of a connection that ends later
+        source.remove_peer(peer)
+        expected = [] if ended_before else [*["releaseXferReq"] * 3, "invalidateRemoteMD"]
+        assert recorded.calls == expected
+        reader.close()
+
+
 def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
     with side() as reader:
         worker: NixlWorker = reader.transport._worker  # type: ignore[attr-defined]
