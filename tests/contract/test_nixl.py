@@ -37,9 +37,11 @@ conformance.check_transport(lambda: make_transport("nixl", Security(), options),
 
 
 def check(*arguments: str, ucx_tls: str) -> subprocess.CompletedProcess[str]:
+    """Run the check; with an empty ``ucx_tls``, over what KVConnect has UCX use by default."""
+    others = {name: value for name, value in os.environ.items() if name != "UCX_TLS"}
     return subprocess.run(
         [sys.executable, "-c", CHECK, *arguments],
-        env={**os.environ, "UCX_TLS": ucx_tls},
+        env={**others, "UCX_TLS": ucx_tls} if ucx_tls else others,
         capture_output=True,
         text=True,
         timeout=300,
@@ -47,7 +49,7 @@ def check(*arguments: str, ucx_tls: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("ucx_tls", ["tcp,self", "shm,tcp,self"])
+@pytest.mark.parametrize("ucx_tls", ["tcp,self", "posix,sysv,tcp,self", ""])
 def test_nixl(ucx_tls: str) -> None:
     done = check("right", "full", ucx_tls=ucx_tls)
     assert done.returncode == 0, done.stderr[-3000:]
