@@ -91,7 +91,7 @@ class HandoffAgent:
         self._sending = PrefillExecutor(sessions, deadline_s)
         self._receiving = DecodeExecutor(sessions)
         self._mark = mark
-        self._offering = False  # this step offers blocks, so layer hooks matter
+        self.offering = False  # this step offers blocks, so layer hooks matter
         self._lock = threading.Lock()
         self._written = LayerQueue(self._lock, self._sending.written, self._on_error)
         kind = threads.ThreadKind.HANDOFF
@@ -108,7 +108,7 @@ class HandoffAgent:
             self._sending.begin_step(work)
             fence = self._mark() if work.receives else None
             self._receiving.begin_step(work, time.monotonic(), fence)
-        self._offering = any(offer.spans for offer in work.offers)
+        self.offering = any(offer.spans for offer in work.offers)
 
     def set_identity(self, identity: Identity) -> None:
         """The worker has these weights from now on. If they are others than before, all sessions
@@ -124,7 +124,7 @@ class HandoffAgent:
         with self._lock:
             self._written.catch_up()
             self._sending.begin_step(work)
-            if not self._offering:
+            if not self.offering:
                 self._sending.written(None, fence)
             self._receiving.begin_step(work, time.monotonic(), self._mark())
 
@@ -153,13 +153,13 @@ class HandoffAgent:
 
     def layer_written(self, name: str) -> None:
         """A layer of this step has been launched. Takes no lock."""
-        if self._offering:
+        if self.offering:
             self._written.put(name, self._mark())
 
     def end_step(self) -> None:
         """The whole forward has been launched. Takes no lock."""
-        if self._offering:
-            self._offering = False
+        if self.offering:
+            self.offering = False
             self._written.put(None, self._mark())
 
     @property

@@ -187,6 +187,18 @@ def test_requests_that_share_a_prefix_pin_it_once(tmp_path: Path) -> None:
 # Costs on the scheduler's thread ----------------------------------------------------------------
 
 
+def test_a_step_without_news_costs_little() -> None:
+    """Eight requests decode, and no block is full: three hundred lines of Python, all told."""
+    with made(blocks=ROOMY, slots=400) as engine:
+        for number in range(8):
+            engine.add(f"r{number}", Prompt(tokens(Random(number), 2 * BLOCK + 3), new=60))
+        for _ in range(14):
+            engine.step()
+        folders = ("engines/", "offload/", "disaggregation/", "peers/")
+        costs = [lines_of(engine.step, *folders) for _ in range(10)]
+        assert min(costs) <= 300 < max(costs), costs  # control: some steps store blocks
+
+
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 def test_stores_cost_the_same_however_many_slots_wait_for_the_disk(
     policy: str, tmp_path: Path

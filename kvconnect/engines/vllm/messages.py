@@ -86,6 +86,11 @@ class StepReports(KVConnectorWorkerMetadata):
     timed: int = 0
     identities: dict[tuple[int, int], tuple[int, Identity]] = field(default_factory=dict)
 
+    def is_empty(self) -> bool:
+        """Return whether there is nothing to report; asked in every step."""
+        jobs = self.reports or self.arrivals or self.notices or self.answers
+        return not (jobs or self.hellos or self.timed or self.identities)
+
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         """Return the combined reports of both."""
         assert isinstance(other, StepReports)

@@ -272,8 +272,17 @@ class ConnectorScheduler:
         """Take a step's reports of the workers, and the device blocks that no load filled."""
         now = time.monotonic()
         self.plan.load_mode.ended(now)
-        self._gauges.moved |= reports is not None
-        reports = reports or StepReports()
+        if reports is not None or failed:
+            self._take_reports(reports or StepReports(), failed, now)
+        else:  # as in most steps
+            if released := self.handoff.leases.take_released():
+                self.device.release(released)
+            if self.tiers is not None:
+                self.tiers.step_ended(0, now)
+                self.tiers.on_answers((), now)
+
+    def _take_reports(self, reports: StepReports, failed: Collection[int], now: float) -> None:
+        self._gauges.moved = True
         if reports.hellos and not self.handoff.greeted:  # hellos may come twice: steps overlap
             self.greet(reports.hellos, alone=False)
         if failed and _foreign_failures(reports, failed):

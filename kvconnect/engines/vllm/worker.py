@@ -224,8 +224,11 @@ class ConnectorWorker:
     def layer_written(self, layer_name: str) -> None:
         """A layer's attention has been launched: hand off its KV. With micro-batches, each layer is
         called twice, so :meth:`end_step` hands everything off."""
-        if self._agent is not None and not self._vllm_config.parallel_config.use_ubatching:
-            self._agent.layer_written(layer_name)
+        agent = self._agent
+        if agent is None or not agent.offering:
+            return
+        if not self._vllm_config.parallel_config.use_ubatching:
+            agent.layer_written(layer_name)
 
     def start_forward(self, hooks: bool) -> None:
         """Make the forward wait for the synchronous loads. With ``hooks``, layers that have a hook
@@ -288,7 +291,7 @@ class ConnectorWorker:
     def take_reports(self) -> StepReports | None:
         """Return the reports since the last call; None if there are none."""
         taken = self._reports
-        if taken == StepReports():
+        if taken.is_empty():
             return None
         self._reports = StepReports()
         return taken
