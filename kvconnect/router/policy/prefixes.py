@@ -40,7 +40,8 @@ TIER_OF_MEDIUM: Mapping[str | None, CacheTier] = {
 }
 """Tier names in the KV events of vLLM and SGLang."""
 
-MOST_BLOCKS = 1_000_000  # limit of blocks of one target: about 400 MB
+MOST_BLOCKS = 1_000_000  # limit of blocks of one target: about 500 MB
+MOST_OF_ALL = 2_000_000  # blocks of all targets from which on each one is held to its share
 MOST_SIZES = 4  # limit of block sizes of one target
 
 CHUNK_TOKENS = 16
@@ -120,12 +121,14 @@ class HeldTokens(NamedTuple):
 class PrefixIndex:
     """The cached blocks of all targets. Not thread-safe.
 
-    Memory is bounded: at most ``most`` blocks of ``MOST_SIZES`` sizes are kept per target; further
-    ones are ignored until others are removed.
+    Memory is bounded: at most ``most`` blocks of ``MOST_SIZES`` sizes are kept per target, and once
+    there are ``most_of_all``, a target gets more only while it has less than its share of these.
+    Further blocks are ignored until others are removed.
     """
 
-    def __init__(self, most: int = MOST_BLOCKS) -> None:
-        self._most = most
+    def __init__(self, most: int = MOST_BLOCKS, most_of_all: int = MOST_OF_ALL) -> None:
+        self._most, self._most_of_all = most, most_of_all
+        self._held = 0  # blocks of all targets
         self._blocks: dict[Target, TargetBlocks] = {}
         self._where: dict[BlockName, dict[Target, int]] = {}
         self._sizes: dict[int, int] = {}  # block size -> number of targets with it
@@ -176,12 +179,14 @@ class PrefixIndex:
             self._set_tiers(blocks.names[block], target, left)
             if not left:
                 del blocks.names[block], blocks.tiers[block]
+                self._held -= 1
 
     def cleared(self, target: Target) -> None:
         """Remove all blocks of ``target``."""
         blocks = self._blocks.pop(target, None)
         if blocks is None:
             return
+        self._held -= len(blocks.names)
         for name in blocks.names.values():
             self._set_tiers(name, target, 0)
         for size in blocks.sizes:
@@ -246,13 +251,21 @@ class PrefixIndex:
     ) -> bool:
         """Map the engine's hash ``block`` to ``name``; return False if the target is full."""
         old = blocks.names.get(block)
-        if old is None and len(blocks.names) >= self._most:
-            return False
+        if old is None:
+            if not self._has_room(blocks):
+                return False
+            self._held += 1
         if old is not None and old != name:  # the engine used a hash twice
             self._set_tiers(old, target, 0)
             blocks.tiers.pop(block, None)
         blocks.names[block] = name
         return True
+
+    def _has_room(self, blocks: TargetBlocks) -> bool:
+        own = len(blocks.names)
+        if own >= self._most:
+            return False
+        return self._held < self._most_of_all or own < self._most_of_all // len(self._blocks)
 
     def _add(
         self, target: Target, blocks: TargetBlocks, block: EngineHash, tier: CacheTier

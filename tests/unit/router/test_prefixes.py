@@ -60,6 +60,29 @@ def test_what_is_only_on_a_disk_is_not_read_by_others() -> None:
     assert index.match(TOKENS)[A].readable == 16
 
 
+def test_the_index_has_one_limit_for_all_targets() -> None:
+    index = PrefixIndex(most=8, most_of_all=8)
+
+    def held(target: Target) -> int:
+        return index.held(target, list(range(64))).tokens // 4
+
+    index.stored(A, stored(list(range(64))))
+    assert held(A) == 8, "the limit of one target"
+    index.stored(B, stored(list(range(64)), first=70))
+    assert (held(A), held(B)) == (8, 4), "a full index has a share for a target that had none"
+    index.cleared(A)
+    index.stored(B, stored(list(range(64)), first=70))
+    assert (held(A), held(B)) == (0, 8)
+    index.removed(B, range(70, 86), CacheTier.DEVICE)
+    index.stored(A, stored(list(range(64))))
+    assert (held(A), held(B)) == (8, 0), "what was removed makes room"
+    # Control: without a limit for all, both have what one may have.
+    index = PrefixIndex(most=8)
+    for first, target in ((1, A), (70, B)):
+        index.stored(target, stored(list(range(64)), first=first))
+        assert held(target) == 8
+
+
 def test_blocks_of_different_sizes_do_not_meet() -> None:
     index = PrefixIndex()
     index.stored(A, stored(TOKENS))
