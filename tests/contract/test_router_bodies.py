@@ -34,7 +34,7 @@ def test_transfers_and_salts_are_fields_of_responses_and_messages(path: str) -> 
     kind, asked = ASKED[path]
     api = next(api for api in APIS if api.path == path)
     body = read_body(json.dumps({"model": "m", **asked}).encode())
-    tenant = Tenants((ApiKey("key"),), isolate=True).find("Bearer key", "")
+    tenant = Tenants((ApiKey("key"),), isolate=True).find("key", "")
     assert tenant is not None
     body[SALT] = tenant.salt(b"")
     prefill = kind.model_validate_json(

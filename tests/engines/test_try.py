@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from kvconnect import cli
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import pair
+from tests.engines.ranks import until
 from tests.engines.scenario import ONE_STEP_AT_A_TIME
 from tests.engines.server import Router, Server, kv_transfer
 
@@ -70,11 +73,21 @@ def test_wrong_blocks_are_seen_by_their_tokens(tried: Any) -> None:
     assert "the tokens differ" in found["problem"]
 
 
+def has_models(url: str) -> bool:
+    """Whether a router has asked its engines yet."""
+    try:
+        urllib.request.urlopen(f"{url}/v1/models", timeout=30.0).close()
+    except urllib.error.HTTPError:
+        return False
+    return True
+
+
 def test_a_pair_hands_off_directly_and_through_a_router(tried: Any) -> None:
     with pair() as (p, d):
         code, found = tried("--prefill", p.url, "--decode", d.url)
         assert (code, found["problem"], found["received"]) == (0, "", {"done": 2})
         with Router(prefill=[p], decode=[d]) as router:
+            until(lambda: has_models(router.url), "a model")
             code, found = tried("--router", router.url)
         assert (code, found["problem"]) == (0, "")
         assert sum(found["modes"].values()) == 9  # with the prompt that is counted

@@ -6,6 +6,7 @@ python -m tests.gpu.pretended     lists them, and counts the others
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -49,7 +50,10 @@ def collected() -> list[str]:
     """Return the tests of this folder, as the tables above name them."""
     command = [sys.executable, *COLLECT, "-p", "no:cacheprovider", str(FOLDER)]
     root = FOLDER.parents[1]
-    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    quiet = {**os.environ, "PYTEST_ADDOPTS": ""}  # a -v there would list the tests as a tree
+    listed = subprocess.run(
+        command, cwd=root, env=quiet, check=True, capture_output=True, text=True
+    ).stdout
     return [line.removeprefix("tests/gpu/") for line in listed.splitlines() if "::" in line]
 
 
