@@ -247,7 +247,8 @@ def test_any_order_of_events(layouts: str) -> None:
 @pytest.mark.parametrize("layouts", ["two alike", "three"])
 def test_any_order_of_events_on_one_machine(layouts: str) -> None:
     seen = run(layouts, "memory")
-    wanted = {"from a peer", "a miss", "copied from memory", "overwritten while it is copied"}
+    # That a slot is overwritten while it is copied is rare: test_between_an_answer_and_the_copy.
+    wanted = {"from a peer", "a miss", "copied from memory"}
     wanted |= {"another block in memory", "memory that is not there"}
     wanted |= {"killed while it is copied"}
     wanted |= {f"read: {outcome}" for outcome in ("ok", "absent", "failed")}
