@@ -26,6 +26,7 @@ LAYERS = (
         "bounded",
         "life_cycles",
         "secret_files",
+        "changed_files",
         "extras",
         "user_folders",
         "terminal",

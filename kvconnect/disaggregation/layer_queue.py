@@ -47,7 +47,8 @@ class LayerQueue:
         # of the next step.
         while self._layers:
             with contained(self._failed):
-                self._take(*self._layers.popleft())
+                name, fence = self._layers.popleft()
+                self._take(name, fence)
 
     def check(self) -> None:
         """Raise :class:`TransferFailed` if the thread has died of a bug."""

@@ -126,8 +126,9 @@ class SyncLoads:
         """Make later launches wait for a layer's bytes."""
         if name in self.layers:
             self._hooked.add(name)
+            group, runs = self.layers[name]
             for load in self._loads:
-                self._follow(load, *self.layers[name])
+                self._follow(load, group, runs)
 
     def finish(self) -> float:
         """Block until all loads have ended and can be polled. Return the seconds that the engine's

@@ -134,7 +134,8 @@ def _match_weights(reader: HandoffHello, source: HandoffHello) -> str:
         "serve the same files on both, or declare the same weight version after an update; "
         f"to mix weights on purpose, set {MIX} on both"
     )
-    raise _mismatch("weights", *found, fix)
+    ours_are, theirs_are = found
+    raise _mismatch("weights", ours_are, theirs_are, fix)
 
 
 def _match_group(number: int, reader: HandoffHello, source: HandoffHello) -> GroupAgreement:

@@ -26,7 +26,12 @@ from kvconnect.router import credentials, cross_origin
 from kvconnect.router.admin import make_admin
 from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.connections.pool import ConnectionPool
-from kvconnect.router.credentials import WatchedFiles, read_admin_token, read_api_keys
+from kvconnect.router.credentials import (
+    WatchedFiles,
+    read_admin_token,
+    read_api_keys,
+    take_certificate,
+)
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
@@ -146,7 +151,7 @@ class RouterHandlers:
         if token_file:
             watched.append(WatchedFiles((token_file,), self._take_token))
         if (tls := self._tls) is not None:
-            files = WatchedFiles((at.cert, at.key), lambda: tls.load_cert_chain(at.cert, at.key))
+            files = WatchedFiles((at.cert, at.key), lambda: take_certificate(tls, at.cert, at.key))
             watched.append(files)
         keep = Supervisor(self._metrics.count).keep
         task = keep(TaskKind.CREDENTIALS, "this router", partial(credentials.follow, watched))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import ssl
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvconnect.changed_files import Changes
 from kvconnect.errors import ConfigError
 from kvconnect.router.api_keys import ApiKey, parse_api_keys
 from kvconnect.secret_files import read_secret_text
@@ -41,7 +41,7 @@ def read_admin_token(path: str) -> str:
 
 class WatchedFiles(NamedTuple):
     """Files that belong together, and what takes what is in them. ``load`` raises
-    :class:`ConfigError`, :class:`OSError` or :class:`ssl.SSLError` if they are of no use."""
+    :class:`ConfigError` or :class:`OSError` if they are of no use."""
 
     paths: tuple[str, ...]
     load: Callable[[], None]
@@ -50,32 +50,28 @@ class WatchedFiles(NamedTuple):
 async def follow(watched: Sequence[WatchedFiles]) -> None:
     """Load files again whenever they change. Those that are of no use change nothing, and are
     logged once."""
-    seen = {files.paths: _state(files.paths) for files in watched}
+    looks = [(files, Changes(files.paths)) for files in watched]
     while True:
         await asyncio.sleep(EVERY_S)
-        for files in watched:
-            now = _state(files.paths)
-            if now == seen[files.paths]:
+        for files, changes in looks:
+            if not changes.found():
                 continue
-            seen[files.paths] = now
             names = ", ".join(files.paths)
             try:
                 files.load()
-            except (ConfigError, OSError, ssl.SSLError) as error:
+            except (ConfigError, OSError) as error:
                 why = error.fix if isinstance(error, ConfigError) else error
                 logger.warning("%s changed, and the former content stays in use: %s", names, why)
             else:
                 logger.info("%s changed and was read again", names)
 
 
-def _state(paths: Sequence[str]) -> list[tuple[int, int, int] | None]:
-    """Return what changes when one of the files does; Kubernetes replaces them by links."""
-    found: list[tuple[int, int, int] | None] = []
-    for path in paths:
-        try:
-            one = os.stat(path)
-        except OSError:
-            found.append(None)
-        else:
-            found.append((one.st_ino, one.st_mtime_ns, one.st_size))
-    return found
+def take_certificate(context: ssl.SSLContext, certificate: str, key: str) -> None:
+    """Have new connections of a server use a certificate.
+
+    Raises:
+        OSError: it cannot be used, and the former one stays in use.
+    """
+    # Two files that do not belong together would leave the context without a key.
+    ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    context.load_cert_chain(certificate, key)

@@ -12,11 +12,11 @@ import ssl
 import stat
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvconnect.changed_files import Changes
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.addresses import parse_host
 from kvconnect.secret_files import OTHERS_WRITE, check_owner, read_secret
@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 ALSO = ".also"
 """Suffix of the file beside a key file with another accepted key, while keys are changed."""
 
-LOOK_S = 1.0
-"""Shortest time between two checks for changed files, in seconds."""
-
 _SHORTEST_KEY = 16  # bytes
 _FEWEST_VALUES = 5  # distinct bytes in a key; 16 random hexadecimal digits have about ten
 _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes mounts them
@@ -40,32 +37,6 @@ _TLS_FILES = ("tls.crt", "tls.key", "ca.crt")  # as Kubernetes mounts them
 class NoLocalKey(ConfigError):
     """No ``key_file`` is set, and this user's own key cannot be kept on this machine. Whoever needs
     no other engines goes on without."""
-
-
-class Changes:
-    """Detects changes of files. For one thread at a time."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = tuple(paths)
-        self._looked = time.monotonic()
-        self._seen = [_stamp(path) for path in self._paths]
-
-    def found(self) -> bool:
-        """Return whether a file changed since the last check; at most one check per ``LOOK_S``."""
-        now = time.monotonic()
-        if now - self._looked < LOOK_S:
-            return False
-        self._looked = now
-        before, self._seen = self._seen, [_stamp(path) for path in self._paths]
-        return self._seen != before
-
-
-def _stamp(path: str) -> tuple[int, ...]:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return ()
-    return found.st_mtime_ns, found.st_ino, found.st_dev, found.st_size, found.st_mode
 
 
 class Keys:

@@ -204,12 +204,12 @@ def test_stores_cost_the_same_however_many_slots_wait_for_the_disk(
     policy: str, tmp_path: Path
 ) -> None:
     few, many = (_eviction_lines(policy, slots, tmp_path / str(slots)) for slots in (64, 640))
-    assert many <= 3 * few, (few, many)
+    assert many <= 2 * few, (few, many)
 
 
 def _eviction_lines(policy: str, slots: int, folder: Path) -> float:
-    """Return what a store's evictions cost on average, in a tier of which the disk holds a quarter,
-    while all of its slots are used anew. One of these stores meets what the disk holds."""
+    """Return what an evicted block costs on average, in a tier of which the disk holds a quarter,
+    while its slots are used anew. One of the evictions meets what the disk holds."""
     shape = {"blocks": ROOMY, "slots": slots, "settings": disk(folder, policy=policy)}
     stores = slots // 8
     with made(**shape) as engine:
@@ -220,8 +220,15 @@ def _eviction_lines(policy: str, slots: int, folder: Path) -> float:
                 prompt = tokens(Random(number), 8 * BLOCK)
                 engine.run(f"r{number}", Prompt(prompt, new=1, skips_cache=True))
 
+        def evicted() -> float:
+            return sum(n for (name, _), n in engine.counts.items() if name == "evicted_blocks")
+
         store(0)
-        return lines_of(lambda: store(stores), "offload/eviction/") / stores
+        before = evicted()
+        lines = lines_of(lambda: store(stores), "offload/eviction/")
+        # Where copies are slow, some blocks are not stored, so these are fewer than all slots.
+        assert evicted() - before >= slots // 4
+        return lines / (evicted() - before)
 
 
 def test_a_request_that_waits_costs_the_same_however_long_its_prompt_is(tmp_path: Path) -> None:

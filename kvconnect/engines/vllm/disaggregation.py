@@ -215,7 +215,8 @@ class DisaggregationScheduler:
         self.leases.tick(now)
         self.receives.tick(now)
         offers, withdrawals = self.leases.take()
-        return DisaggregationInstructions(offers, withdrawals, *self.receives.take())
+        receives, drops, keeps = self.receives.take()
+        return DisaggregationInstructions(offers, withdrawals, receives, drops, keeps)
 
     def on_reports(
         self, reports: Iterable[ReceiveReport], notices: Iterable[TransferEvent], now: float

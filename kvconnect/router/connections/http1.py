@@ -78,8 +78,8 @@ class IncomingResponse:
         self.parser = httptools.HttpResponseParser(self)
 
     @property
-    def computed(self) -> bool:
-        """Whether the engine may still compute it: not a part of its head or body has come."""
+    def may_be_computing(self) -> bool:
+        """Whether the engine may compute it yet: no part of the head, or no byte after it."""
         return not self.any_bytes or (self.began and not self.any_body)
 
     def cut_off(self) -> None:
@@ -260,7 +260,7 @@ class Connection(asyncio.Protocol):
         now = time.monotonic()
         if self._paused or self.response.ended:  # the router is not reading, or has no request open
             self._heard = now
-        if now >= self._heard + silence_s and self.response.computed and self._healthy():
+        if now >= self._heard + silence_s and self.response.may_be_computing and self._healthy():
             self._heard = now
         left = self._heard + silence_s - now
         if left <= 0:

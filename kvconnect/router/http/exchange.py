@@ -216,9 +216,11 @@ class Exchange:
             if answer.call.streams:
                 response = await self._stream(answer, choice.mode, decision)
             else:
-                response = await self._whole(answer, attempt)
+                response = self._whole(answer, attempt)
             attempt.completed = self._outcome is RequestOutcome.OK
-            return response
+        if self._reply.stream is None:
+            await self._send(response)
+        return response
 
     def _try_again(self, error: EngineFailed, decision: Decision, choice: RoutingChoice) -> bool:
         """Note how an attempt failed; return whether another one follows."""
@@ -232,20 +234,23 @@ class Exchange:
             self._services.metrics.count("withheld_retries", retry.withheld.value)
         return retry.follows
 
-    async def _whole(self, answer: Answer, attempt: Attempt) -> web.Response:
-        """Pass an answer on that is not a stream; return when its memory is free, or nearly."""
+    def _whole(self, answer: Answer, attempt: Attempt) -> web.Response:
+        """Return an answer that is not a stream."""
         call, body = answer.call, answer.first
         self._outcome = RequestOutcome.OK
         if self._services.options.listening.receipts:
             self._spans.answered(body)
         if attempt.legs.client_ids is not None:
             body = attempt.legs.client_ids.shown(body)
-        response = self._reply.whole(EngineResponse(200, call.content_type, body, call.headers))
+        return self._reply.whole(EngineResponse(200, call.content_type, body, call.headers))
+
+    async def _send(self, response: web.StreamResponse) -> None:
+        """Send a whole answer. Its memory is in the account until the client has read it, but for
+        what the system has taken; the engines are free already."""
         self._no_deadline()
         with contextlib.suppress(ConnectionError):  # the client disconnected
             await response.prepare(self._request)
             await response.write_eof()
-        return response
 
     def _no_deadline(self) -> None:
         """The rest may take as long as client and engine make progress."""

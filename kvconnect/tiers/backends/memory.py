@@ -45,14 +45,14 @@ class MemoryStore(Store):
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, payloads, writable=False)
         with self._lock:
-            outcomes = [self._put(*pair) for pair in zip(keys, payloads, strict=True)]
+            outcomes = [self._put(key, given) for key, given in zip(keys, payloads, strict=True)]
         self._meter.count_failed(outcomes)
         return outcomes
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
         with self._lock:
-            outcomes = [self._get(*pair) for pair in zip(keys, buffers, strict=True)]
+            outcomes = [self._get(key, into) for key, into in zip(keys, buffers, strict=True)]
         self._meter.count_failed(outcomes)
         return outcomes
 

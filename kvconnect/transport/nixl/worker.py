@@ -178,7 +178,8 @@ class NixlWorker:
                 if self._closing and not step:
                     return
             if step:
-                self._make(*step)
+                action, done = step
+                self._make(action, done)
             checks, self._checks = self._checks, []
             left = [check for check in checks if not check(self._agent)]
             moved = step or len(left) < len(checks)

@@ -191,3 +191,26 @@ async def test_an_engine_that_froze_is_gone_around(monkeypatch: pytest.MonkeyPat
         assert (status, headers["x-kvconnect-prefill"]) == (200, "1")
         assert await router.metric("retries_total", role="prefill", cause="lost") == 1
         await until(lambda: ps[0].dropped == 1)
+
+
+@on_loop
+async def test_a_client_that_reads_a_whole_answer_slowly_holds_no_engine() -> None:
+    async def long_answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, object]
+    ) -> web.Response:
+        return web.Response(body=b"7" * (16 << 20), content_type="application/json")
+
+    p, d = FakeEngine(prefills), FakeEngine(long_answer)
+    async with bench([p], [d]) as router:
+        host, port = "127.0.0.1", int(router.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection(host, port, limit=1024)
+        raw = json.dumps(ASK).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(raw)}\r\n\r\n"
+        writer.write(head.encode() + raw)
+        assert b"200" in await reader.readline()
+
+        async def free() -> bool:
+            return await router.metric("in_flight", role="decode", upstream=d.url) == 0
+
+        await until(free)
+        writer.transport.abort()

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvconnect import changed_files
 from kvconnect.router import credentials
-from kvconnect.router.credentials import WatchedFiles, read_api_keys
+from kvconnect.router.credentials import WatchedFiles, read_api_keys, take_certificate
 from kvconnect.router.options import AdminAccess, Listening
 from tests.fakes.engine import (
     ADMIN_TOKEN,
@@ -34,6 +35,7 @@ OLD, NEW = "sk-old-0123456789abcdef", "sk-new-0123456789abcdef"
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credentials, "EVERY_S", 0.02)
+    monkeypatch.setattr(changed_files, "LOOK_S", 0.0)
 
 
 async def serves(router: Bench, key: str) -> bool:
@@ -91,7 +93,9 @@ async def test_the_admin_token_is_read_again(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_new_connections_get_the_new_certificate(tmp_path: Path) -> None:
+async def test_new_connections_get_the_new_certificate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     first, second = (
@@ -106,7 +110,9 @@ async def test_new_connections_get_the_new_certificate(tmp_path: Path) -> None:
     put(first)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(chain, key)
-    files = WatchedFiles((str(chain), str(key)), lambda: context.load_cert_chain(chain, key))
+    files = WatchedFiles(
+        (str(chain), str(key)), lambda: take_certificate(context, str(chain), str(key))
+    )
     following = asyncio.create_task(credentials.follow([files]))
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
 
@@ -124,8 +130,14 @@ async def test_new_connections_get_the_new_certificate(tmp_path: Path) -> None:
     put(second)
     await until(lambda: trusted(second))
     assert not await trusted(first)
-    key.write_text("none")  # control
-    await asyncio.sleep(0.1)
-    assert await trusted(second) and not following.done()
+    # Control: a certificate whose key is still the former one, or none, changes nothing.
+    for file, text in ((chain, Path(first.tls_cert).read_text()), (key, "none")):
+        caplog.clear()
+        file.write_text(text)
+        await until(lambda: "stays in use" in caplog.text)
+        assert await trusted(second) and not await trusted(first)
+    put(first)
+    await until(lambda: trusted(first))
+    assert not following.done()
     following.cancel()
     server.close()

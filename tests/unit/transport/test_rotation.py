@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from kvconnect import changed_files
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.protocol.tickets import Ticket, issue, verify
 from kvconnect.settings import Settings
 from kvconnect.testing.transport import Side
-from kvconnect.transport import Security, security
+from kvconnect.transport import Security
 from kvconnect.transport.base import PeerDown, PeerUp
 from kvconnect.transport.security import (
     ALSO,
@@ -36,7 +37,7 @@ OLD, NEW, OTHER = (os.urandom(32).hex() for _ in range(3))
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(security, "LOOK_S", 0.0)
+    monkeypatch.setattr(changed_files, "LOOK_S", 0.0)
 
 
 def put(path: Path, text: str, mode: int = 0o600) -> str:
