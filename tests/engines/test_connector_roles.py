@@ -666,7 +666,9 @@ def test_layers_of_a_batch_that_is_cut_in_two_are_handed_off_at_the_end_of_the_s
 ) -> None:
     """Each half calls a layer's hook, and the first call comes before the second half is there."""
     calls: list[str] = []
-    agent = SimpleNamespace(layer_written=calls.append, end_step=lambda: calls.append("end"))
+    agent = SimpleNamespace(
+        offering=True, layer_written=calls.append, end_step=lambda: calls.append("end")
+    )
     worker = ConnectorWorker(engine_config(use_ubatching=halves), cache_config(FULL), Settings())
     worker._agent = cast(Any, agent)
     for _ in ("first half", "second half"):
