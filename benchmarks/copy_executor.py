@@ -27,8 +27,9 @@ from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
 from kvconnect.copy.base import Copier
 from kvconnect.offload import copy_schedule
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy
-from kvconnect.offload.host_arena import HostArena, SlotDigests
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks
+from kvconnect.offload.slot_digests import SlotDigests
 from kvconnect.settings import DigestMode
 from kvconnect.types import JobId
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import xxhash
 
 from benchmarks.settings import chosen
-from kvconnect.testing.buffers import PageMemory, plain_unit
+from kvconnect.testing.page_memory import PageMemory, plain_unit
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import (
     ConnectionOptions,

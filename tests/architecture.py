@@ -478,13 +478,16 @@ def repeated_files(texts: Collection[str]) -> dict[str, list[str]]:
 
 # Topics and arguments ---------------------------------------------------------------------------
 
-BANNER = re.compile(r" *# .* -{10,}")
+BANNER = re.compile(r"^ *# .* -{10,}$|(?<=\n\n\n)# .*$(?=(\n#.*)*\n\n)", re.MULTILINE)
 
 
 def banners(path: str, text: str) -> list[str]:
-    """Banners between sections of a module: each section is a topic, for a module of its own."""
-    lines = enumerate(text.splitlines(), 1)
-    return [f"{path}:{number}: {line}" for number, line in lines if BANNER.fullmatch(line)]
+    """Banners between sections of a module, also comments that stand alone between two of its
+    functions or classes: each section is a topic, for a module of its own."""
+    return [
+        f"{path}:{len(text[: found.start()].splitlines()) + 1}: {found[0]}"
+        for found in BANNER.finditer(text)
+    ]
 
 
 def packed_arguments(path: str, text: str) -> list[str]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvconnect.testing.buffers import PageMemory
+from kvconnect.testing.page_memory import PageMemory
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import ConnectedPair, Side
 from kvconnect.transport import ConnectionOptions, Security, make_transport

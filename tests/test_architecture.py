@@ -129,7 +129,7 @@ UNWATCHED = {
     "router/supervisor.py::create_task",  # supervises tasks
     "router/http/attempt.py::create_task",  # these wait for the task where they start it
     "router/connections/pool.py::ensure_future",
-    "router/fleet/probe.py::create_task",
+    "router/fleet/handoff_probes.py::create_task",
     "router/fleet/watch.py::ensure_future",
 }
 """Where a thread or a task may be started; everybody else uses ``threads`` and ``supervise``."""
@@ -312,6 +312,12 @@ def test_a_banner_is_flagged() -> None:
     assert banners("a.py", f"x = 1\n\n{banner}\n") == [f"a.py:3: {banner}"]
     assert banners("a.py", f"class A:\n    {banner}\n") == [f"a.py:2:     {banner}"]
     assert banners("a.py", "# Events: - what comes\n# ---\n") == []
+    alone = "# What comes.\n# And goes.\n"
+    assert banners("a.py", f"def f(): ...\n\n\n{alone}\n\ndef g(): ...\n") == [
+        "a.py:4: # What comes."
+    ]
+    assert banners("a.py", f"def f(): ...\n\n\n{alone}def g(): ...\n") == []
+    assert banners("a.py", f"X = 1\n\n{alone}\nY = 2\n") == []
 
 
 @pytest.mark.parametrize(

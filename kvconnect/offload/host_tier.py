@@ -11,8 +11,9 @@ from kvconnect.cache.layout import Geometry
 from kvconnect.copy import Copier
 from kvconnect.errors import ConfigError
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy
-from kvconnect.offload.host_arena import HostArena, device_node
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.messages import LoadBlocks, StoreBlocks
+from kvconnect.offload.numa import device_node
 from kvconnect.offload.streams import make_streams
 from kvconnect.settings import DigestMode
 from kvconnect.settings.host_memory import check_fits

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from kvconnect.testing.buffers import PageMemory, phased_unit, plain_unit, require, split_unit
+from kvconnect.testing.buffers import require
+from kvconnect.testing.page_memory import PageMemory, phased_unit, plain_unit, split_unit
 from kvconnect.transport.base import (
     Disconnect,
     Drained,

@@ -14,7 +14,7 @@ from kvconnect.offload import layer_loads
 from kvconnect.transport import page_io
 from kvconnect.transport.base import OutgoingPages, Unit
 from kvconnect.transport.nixl.send import OutboundWrites
-from kvconnect.transport.tcp.context import ConnectionContext
+from kvconnect.transport.tcp.page_path import ConnectionContext
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,8 +23,9 @@ from vllm.v1.request import RequestStatus
 
 from kvconnect.disaggregation.messages import ReceiveReport
 from kvconnect.engines.vllm import sleep, translate
-from kvconnect.engines.vllm.connector import IdleScheduler, KVConnect
+from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks, FormerAgent
+from kvconnect.engines.vllm.idle import IdleScheduler
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.engines.vllm.worker import ConnectorWorker

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from array import array
 
-from kvconnect.testing.buffers import PageMemory, plain_unit
+from kvconnect.testing.page_memory import PageMemory, plain_unit
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import MessageReceived, OutgoingPages, Security
 from tests.links import NIXL_QUICK

@@ -26,7 +26,7 @@ from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
 from kvconnect.errors import Incompatible, TransferFailed  # noqa: E402
 from kvconnect.offload.messages import LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import make_streams  # noqa: E402
-from kvconnect.testing.buffers import PageMemory, phased_unit, plain_unit, split_unit  # noqa: E402
+from kvconnect.testing.page_memory import PageMemory, phased_unit, plain_unit, split_unit  # noqa: E402
 from kvconnect.types import TransferType  # noqa: E402
 from tests.gpu.worker import DEVICE, DMA, KERNEL, STAGED, Worker, layers, noise  # noqa: E402
 

@@ -17,7 +17,7 @@ else:
 
 from kvconnect.disaggregation.staging import BUFFERS, StagedMemory, make_memory
 from kvconnect.offload.streams import DeviceFence, make_streams
-from kvconnect.testing.buffers import phased_unit, plain_unit, split_unit
+from kvconnect.testing.page_memory import phased_unit, plain_unit, split_unit
 from kvconnect.transport import ConnectionOptions, Security, make_transport
 from kvconnect.transport.base import (
     Event,

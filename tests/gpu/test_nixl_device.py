@@ -17,7 +17,7 @@ if not any(map(importlib.util.find_spec, ("nixl_cu12", "nixl_cu13"))):
     pytest.skip("NIXL is not installed", allow_module_level=True)
 
 from kvconnect.disaggregation.staging import make_memory
-from kvconnect.testing.buffers import plain_unit, split_unit
+from kvconnect.testing.page_memory import plain_unit, split_unit
 from kvconnect.testing.transport import Side
 from kvconnect.transport import make_transport
 from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerUp

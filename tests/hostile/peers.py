@@ -23,7 +23,7 @@ from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Open
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import PROBE_READ_ID, GroupHello, HandoffHello
 from kvconnect.protocol.prompts import NO_PROMPT, PromptIdentity, identify
-from kvconnect.testing.buffers import PageMemory, plain_unit
+from kvconnect.testing.page_memory import PageMemory, plain_unit
 from kvconnect.transport import Security, Transport, make_transport
 from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerUp
 from kvconnect.transport.nixl.agent import NixlAgent

@@ -18,7 +18,7 @@ def main(flags: list[str]) -> None:
     args = prepare_server_args(flags)
     ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
     runtime_context.publish(args, role="scheduler", ranks=ranks)
-    from kvconnect.engines.sglang.stats import publisher
+    from kvconnect.engines.sglang.metrics_publisher import publisher
     from kvconnect.stats import OffloadingConnectorStats
 
     assert "prometheus_client" not in sys.modules, "imported before it is needed"

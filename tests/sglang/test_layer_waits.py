@@ -7,7 +7,7 @@ import threading
 import pytest
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter
 
-from kvconnect.engines.sglang.linker_host_tier import LayerCounter, LoadBatch
+from kvconnect.engines.sglang.layerwise_loads import LayerCounter, LoadBatch
 from kvconnect.offload.streams import HostStreams
 
 WAIT_S = 20.0  # a bound for a test that would hang, not a time that is measured

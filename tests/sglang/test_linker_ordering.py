@@ -31,8 +31,9 @@ from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
 from kvconnect.engines.sglang import linker as linker_module
 from kvconnect.engines.sglang import linker_host_tier
+from kvconnect.engines.sglang.layerwise_loads import LayerCounter
 from kvconnect.engines.sglang.linker import KVConnectLinker
-from kvconnect.engines.sglang.linker_host_tier import LayerCounter, PoolTier
+from kvconnect.engines.sglang.linker_host_tier import PoolTier
 from kvconnect.offload import copy_executor, host_tier, layer_loads
 from tests.emulated.device import EmulatedDriver, EmulatedEvent, Emulator, OnDevice, Site
 from tests.emulated.mutants import lines_of, sites_of, unnoticed, waits_in

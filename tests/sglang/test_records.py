@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.utils import get_hash_str
 
 from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.cache.record_format import page_names
-from kvconnect.engines.sglang import storage_backends
+from kvconnect.engines.sglang import shared_records, storage_backends
 from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.identity import Identity
@@ -45,7 +45,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     read = SimpleNamespace(to_json_string=(tmp_path / "config.json").read_text)
     known = SimpleNamespace(dtype=torch.float32, get_total_num_kv_heads=lambda: 4, hf_config=read)
     args = SimpleNamespace(from_server_args=lambda _: known)
-    monkeypatch.setattr(storage_backends, "ModelConfig", args)
+    monkeypatch.setattr(shared_records, "ModelConfig", args)
     return tmp_path
 
 
@@ -57,16 +57,14 @@ def test_every_layout_and_rank_has_the_same_bytes(
         pool = host_pool(monkeypatch, layout)
         _, nh = pool.layer_num, pool.head_num
         monkeypatch.setattr(
-            storage_backends.ModelConfig.from_server_args(None),
+            shared_records.ModelConfig.from_server_args(None),
             "get_total_num_kv_heads",
             lambda n=nh: 2 * n,
         )
-        monkeypatch.setattr(
-            storage_backends.ModelConfig.from_server_args(None), "dtype", pool.dtype
-        )
+        monkeypatch.setattr(shared_records.ModelConfig.from_server_args(None), "dtype", pool.dtype)
         ranks = dataclasses.replace(RANKS, tp_rank=1, tp_size=2)
         with serving(str(model)):
-            form, found, _ = storage_backends.records_for_all({PoolName.KV: pool}, ranks)
+            form, found, _ = shared_records.records_for_all({PoolName.KV: pool}, ranks)
         width = pool.head_dim * pool.dtype.itemsize
         assert (form.heads, form.tokens, form.row) == (2 * nh, PAGE, (width, width))
         assert [unit.number * form.unit for unit in found] == list(range(nh, 2 * nh, form.unit))
@@ -85,7 +83,7 @@ def test_every_layout_and_rank_has_the_same_bytes(
 def canonical(page: torch.Tensor, pool: Any) -> torch.Tensor:
     """Return [layers, heads, tokens, K or V, values] of a flat page."""
     sizes = {"L": pool.layer_num, "N": PAGE, "H": pool.head_num}
-    axes = storage_backends._AXES[pool.layout]
+    axes = shared_records._AXES[pool.layout]
     shaped = page.view(2, *(sizes[axis] for axis in axes), pool.head_dim)
     return shaped.permute(*(1 + axes.index(axis) for axis in "LHN"), 0, 4)
 
@@ -104,29 +102,29 @@ def test_what_only_sglang_can_use(
 ) -> None:
     pools = {PoolName.KV: host_pool(monkeypatch)}
     with serving(str(model), **settings), pytest.raises(Incompatible, match=why):
-        storage_backends.records_for_all(pools, RANKS)
+        shared_records.records_for_all(pools, RANKS)
     with serving(str(model)), pytest.raises(Incompatible, match="several pools"):
-        storage_backends.records_for_all({**pools, PoolName.MAMBA: object()}, RANKS)
+        shared_records.records_for_all({**pools, PoolName.MAMBA: object()}, RANKS)
     config = json.loads((model / "config.json").read_text())
     rope = {"rope_scaling": {"rope_type": "longrope"}}
     (model / "config.json").write_text(json.dumps(config | rope))
     with serving(str(model)), pytest.raises(Incompatible, match="LongRoPE"):
-        storage_backends.records_for_all(pools, RANKS)
+        shared_records.records_for_all(pools, RANKS)
     (model / "model.safetensors").unlink()
     with serving(str(model)), pytest.raises(Incompatible, match="no weight files"):
-        storage_backends.records_for_all(pools, RANKS)
+        shared_records.records_for_all(pools, RANKS)
 
 
 def test_pages_that_peers_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of SGLang is one page there: it has no names for parts of it."""
     pools = {PoolName.KV: host_pool(monkeypatch)}
     monkeypatch.setattr(
-        storage_backends.ModelConfig.from_server_args(None), "dtype", pools[PoolName.KV].dtype
+        shared_records.ModelConfig.from_server_args(None), "dtype", pools[PoolName.KV].dtype
     )
     memory: Any = None
     monkeypatch.setattr(storage_backends.weights, "identity", Identity)
     with serving(str(model)):
-        records = storage_backends.records_for_all(pools, RANKS)
+        records = shared_records.records_for_all(pools, RANKS)
     for tokens in (0, PAGE):
         sharing = PeerSettings(ask=("10.0.0.1:1",), page_tokens=tokens)
         for form, found in ((records, records.units), (None, None)):
@@ -159,15 +157,13 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
     for layout in (*LAYOUTS, LAYOUTS[0]):
         pool = host_pool(monkeypatch, layout)
         monkeypatch.setattr(
-            storage_backends.ModelConfig.from_server_args(None),
+            shared_records.ModelConfig.from_server_args(None),
             "get_total_num_kv_heads",
             lambda n=pool.head_num: n,
         )
-        monkeypatch.setattr(
-            storage_backends.ModelConfig.from_server_args(None), "dtype", pool.dtype
-        )
+        monkeypatch.setattr(shared_records.ModelConfig.from_server_args(None), "dtype", pool.dtype)
         with serving(str(model)):
-            found = storage_backends.records_for_all({PoolName.KV: pool}, RANKS)
+            found = shared_records.records_for_all({PoolName.KV: pool}, RANKS)
             memory, pools = HostArena(1, SLOT_ALIGNMENT, "off"), {PoolName.KV: pool}
             storage_backends.make_stores(settings, RANKS, found, memory, pools)
     assert len(set(names["memory"])) == 1
@@ -176,14 +172,14 @@ def test_a_page_on_disk_lies_as_in_its_pool(model: Path, monkeypatch: pytest.Mon
 
 def test_another_model_has_another_format(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = {PoolName.KV: host_pool(monkeypatch)}
-    known = storage_backends.ModelConfig.from_server_args(None)
+    known = shared_records.ModelConfig.from_server_args(None)
     pool = pools[PoolName.KV]
     monkeypatch.setattr(known, "get_total_num_kv_heads", lambda: pool.head_num)
     monkeypatch.setattr(known, "dtype", pool.dtype)
 
     def form(**settings: Any) -> bytes:
         with serving(str(model), **settings):
-            return storage_backends.records_for_all(pools, RANKS).form.fingerprint
+            return shared_records.records_for_all(pools, RANKS).form.fingerprint
 
     first = form()
     assert form() == first

@@ -49,9 +49,9 @@ from kvconnect.engines.sglang.bootstrap import (
 from kvconnect.engines.sglang.claims import RoomClaims, RoomOwner, contains_errors
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import EngineStreams
+from kvconnect.engines.sglang.metrics_publisher import publish_regularly
 from kvconnect.engines.sglang.prompts import AdapterContents
 from kvconnect.engines.sglang.rooms import PrefillRooms
-from kvconnect.engines.sglang.stats import publish_regularly
 from kvconnect.engines.sglang.tracing import make_spans
 from kvconnect.errors import ConfigError, Refused, refusing
 from kvconnect.offload.streams import DeviceFence

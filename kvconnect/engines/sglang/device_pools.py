@@ -34,7 +34,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_parallel
 
 from kvconnect.cache.layout import SLOT_ALIGNMENT, ByteRun, Geometry, GroupGeometry
-from kvconnect.disaggregation.staging import spanning_view
+from kvconnect.disaggregation.piecewise_memory import spanning_view
 from kvconnect.errors import Incompatible, Misuse
 
 _MOST_STAGES = 16  # each is a separate job; the first layer waits for one stage
@@ -326,9 +326,6 @@ def _stages(layers: dict[int, list[ByteRun]]) -> tuple[tuple[int, ...], ...]:
         if len(starts) * slot <= (1 + _MOST_PADDING) * sum(sizes):
             break
     return tuple(numbers[start : start + together] for start in starts)
-
-
-# Prefixes that can be restored from a pool that stores only the ends of some.
 
 
 def window_ends(there: Iterable[bool], window: int) -> set[int]:

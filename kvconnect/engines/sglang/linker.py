@@ -26,12 +26,8 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from kvconnect.copy.driver import own_stream
 from kvconnect.engines.sglang.device_pools import device_pools, map_pool, window_ends
-from kvconnect.engines.sglang.linker_host_tier import (
-    LayerCounter,
-    LoadBatch,
-    PoolLoad,
-    PoolTier,
-)
+from kvconnect.engines.sglang.layerwise_loads import LayerCounter, LoadBatch
+from kvconnect.engines.sglang.linker_host_tier import PoolLoad, PoolTier
 from kvconnect.engines.sglang.runtime_context import own_settings, worker_share
 from kvconnect.engines.sglang.stats import LinkerStats
 from kvconnect.errors import ConfigError, Misuse, TransferFailed, refusing

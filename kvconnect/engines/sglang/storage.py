@@ -8,13 +8,11 @@ wait for the disk and the server.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from hashlib import blake2b
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -25,24 +23,21 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
-from sglang.srt.mem_cache.pool_host.mha import (
-    MHATokenToKOnlyPoolHost,
-    MHATokenToKVPoolHost,
-)
 
 from kvconnect import memory
 from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.device_pools import window_ends
+from kvconnect.engines.sglang.host_pages import HostPages
+from kvconnect.engines.sglang.metrics_publisher import publish_regularly
 from kvconnect.engines.sglang.runtime_context import own_settings, worker_share
 from kvconnect.engines.sglang.settings_flags import storage_settings
-from kvconnect.engines.sglang.stats import publish_regularly
-from kvconnect.engines.sglang.storage_backends import Records, make_stores, records_for_all
+from kvconnect.engines.sglang.shared_records import Records, records_for_all
+from kvconnect.engines.sglang.storage_backends import make_stores
 from kvconnect.engines.sglang.storage_pages import PageStore
 from kvconnect.errors import ConfigError, Incompatible, Misuse, refusing
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.settings.host_memory import check_fits
-from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -269,127 +264,3 @@ def _copied(page: torch.Tensor | None, target: torch.Tensor | None) -> torch.Ten
     if page.nbytes != target.nbytes:
         return None
     return target.copy_(page.view(target.shape))
-
-
-# Names of HiCache's pages, and copies between its host pools and the store.
-
-
-class _Form(NamedTuple):
-    """Format of a pool's pages; ``text`` distinguishes it from the formats of other pools."""
-
-    nbytes: int
-    dtype: torch.dtype
-    text: str
-
-
-class HostPages:
-    """Copies pages between HiCache's host pools and a store. Thread-safe.
-
-    A page's name covers its pool, the pool's layout and the rank whose part it is. The format of
-    the store's tiers covers what else its bytes depend on. ``by_tokens``: there is one pool, its
-    pages have HiCache's own names, which any engine knows, and the format covers all the rest.
-    """
-
-    def __init__(
-        self,
-        store: PageStore,
-        pools: Mapping[PoolName, Any],
-        ranks: HiCacheStorageConfig,
-        by_tokens: bool = False,
-    ) -> None:
-        self.store = store
-        self._by_tokens = by_tokens
-        self._pools = pools  # HiCache may add pools later
-        self._ranks = ranks
-        self._forms: dict[PoolName, _Form] = {}
-        self._generation = b""
-
-    def where(self, name: PoolName, keys: Sequence[str]) -> list[Tier | None]:
-        """Return the tier that has each page, None for absent ones."""
-        return self.store.where(self._names(name, keys), self._form(name).nbytes)
-
-    def put(self, name: PoolName, key: str, page: torch.Tensor) -> bool:
-        """Store a page; return whether it is stored now."""
-        return self.store.put(self._names(name, [key])[0], page)
-
-    def parts(self, count: int) -> Iterator[slice]:
-        """Divide ``count`` pages into slices that one :meth:`reading` should ask for."""
-        for start in range(0, count, self.store.most):
-            yield slice(start, min(count, start + self.store.most))
-
-    @contextmanager
-    def reading(
-        self, name: PoolName, keys: Sequence[str], deadline: float | None = None
-    ) -> Iterator[list[torch.Tensor | None]]:
-        """Yield flat pages, valid inside the context; None for a page that is absent, damaged, or
-        not read by the ``deadline`` of :meth:`PageStore.deadline`."""
-        form = self._form(name)
-        until = self.store.deadline() if deadline is None else deadline
-        with self.store.reading(self._names(name, keys), form.nbytes, until) as contents:
-            yield [None if content is None else content.view(form.dtype) for content in contents]
-
-    def write(self, transfer: PoolTransfer) -> list[bool]:
-        """Store the pages of a transfer; return which are stored now."""
-        pool = self._pools[transfer.name]
-        return [
-            start is not None and self.put(transfer.name, key, pool.get_data_page(start, flat=True))
-            for key, start in self._starts(transfer)
-        ]
-
-    def read(self, transfer: PoolTransfer) -> list[bool]:
-        """Read the pages of a transfer; return which were read."""
-        pool, right = self._pools[transfer.name], []
-        starts, deadline = self._starts(transfer), self.store.deadline()
-        for part in self.parts(len(starts)):
-            keys = [key for key, _ in starts[part]]
-            with self.reading(transfer.name, keys, deadline) as pages:
-                for page, (_, start) in zip(pages, starts[part], strict=True):
-                    there = page is not None and start is not None
-                    if there:
-                        pool.set_from_flat_data_page(start, page)
-                    right.append(there)
-        return right
-
-    def forget(self) -> None:
-        """Forget every stored page. Lower tiers keep theirs under names that this process does not
-        use any more."""
-        self._generation = os.urandom(16)
-        self.store.clear()
-
-    def _starts(self, transfer: PoolTransfer) -> list[tuple[str, int | None]]:
-        """Return each key with the first token of its page in the host pool; None, with a log line,
-        if the tokens are not whole pages."""
-        keys, tokens = transfer.keys or [], self._pools[transfer.name].page_size or 1
-        indices = [] if transfer.host_indices is None else transfer.host_indices.tolist()
-        if len(indices) == len(keys) * tokens:
-            return list(zip(keys, indices[::tokens], strict=True))
-        logger.error("%d tokens of pool %s for %d pages", len(indices), transfer.name, len(keys))
-        return [(key, None) for key in keys]
-
-    def _names(self, name: PoolName, keys: Sequence[str]) -> list[bytes]:
-        generations = weights.generation() + self._generation
-        if self._by_tokens and name is PoolName.KV and not generations:
-            return [bytes.fromhex(key) for key in keys]
-        text = f"{generations.hex()}|{self._form(name).text}|"
-        return [blake2b((text + key).encode(), digest_size=32).digest() for key in keys]
-
-    def _form(self, name: PoolName) -> _Form:
-        form = self._forms.get(name)
-        if form is None:
-            pool = self._pools[name]
-            page = pool.get_data_page(0, flat=True)
-            layers = getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)
-            shape = pool.dtype, pool.layout, pool.page_size, pool.storage_format_tag, page.nbytes
-            part = f"{type(pool).__name__}|{shape}|{layers}|{self._share(name, pool)}"
-            form = self._forms[name] = _Form(page.nbytes, page.dtype, f"{name}|{part}")
-        return form
-
-    def _share(self, name: PoolName, pool: Any) -> str:
-        """Return which rank's part a pool has. Latent attention is the same on all ranks, and one
-        of them writes it; pools beside it are divided."""
-        divided = name is PoolName.MAMBA or isinstance(
-            pool, MHATokenToKVPoolHost | MHATokenToKOnlyPoolHost
-        )
-        if self._ranks.is_mla_model and not divided:
-            return "all"
-        return f"{self._ranks.tp_rank} of {self._ranks.tp_size}"

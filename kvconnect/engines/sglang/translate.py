@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from kvconnect import engine_versions
 from kvconnect.cache.pages import LayerPages
 from kvconnect.disaggregation.agent import WorkerCache
+from kvconnect.disaggregation.piecewise_memory import PiecewiseMemory
 from kvconnect.disaggregation.sessions import GroupPages
-from kvconnect.disaggregation.staging import PiecewiseMemory
 from kvconnect.errors import Incompatible
 from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import GroupHello, HandoffHello

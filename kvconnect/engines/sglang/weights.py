@@ -202,9 +202,7 @@ def _show() -> None:
         listener()
 
 
-# Hooks. What they are given is what SGLang's functions are: the object, and a request.
-
-
+# Hooks are given what SGLang's functions are: the object, and a request.
 def _loaded(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
     _state.runners.setdefault(_MODELS[bool(runner.is_draft_worker)], ref(runner))
 

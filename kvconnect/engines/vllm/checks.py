@@ -14,14 +14,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import engine_versions
 from kvconnect.cache import architectures
-from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.errors import ConfigError, Incompatible, refusing
 from kvconnect.offload.streams import check_device
 from kvconnect.settings import Settings, find_settings
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -121,18 +119,3 @@ def why_idle(config: VllmConfig, cache: KVCacheConfig) -> str:
     if envs.VLLM_BATCH_INVARIANT and not config.cache_config.enable_prefix_caching:
         return "VLLM_BATCH_INVARIANT is set and prefix caching is off"
     return ""
-
-
-# Live requests, and which of them may reuse KV.
-
-
-class LiveRequests(dict[str, "Request"]):
-    """The engine's live requests by id, and their adapters. Owned by the scheduler's thread."""
-
-    def __init__(self) -> None:
-        self.adapters = Adapters()
-
-    def may_reuse(self, request: Request) -> bool:
-        """Return whether a request may share KV with all requests that have its hashes."""
-        lora = request.lora_request
-        return lora is None or self.adapters.trusted(lora)

@@ -38,7 +38,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvconnect.engines.vllm import sleep, translate, weights
 from kvconnect.engines.vllm.checks import checked_settings, why_idle
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
-from kvconnect.engines.vllm.hints import drop_invalid_params
+from kvconnect.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.engines.vllm.stats import KVConnectPromMetrics, KVConnectStats
@@ -46,7 +46,7 @@ from kvconnect.engines.vllm.worker import ConnectorWorker
 from kvconnect.errors import Misuse, refusing
 from kvconnect.settings import KVLayout, find_settings
 from kvconnect.settings.summary import start_line
-from kvconnect.types import Tier, TransferId
+from kvconnect.types import Tier
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -297,30 +297,3 @@ class KVConnect(KVConnectorBase_V1, SupportsHMA):
         """See :meth:`ConnectorWorker.close`."""
         if self.role is KVConnectorRole.WORKER:
             self.worker.close()
-
-
-# Parts of a connector that stores and loads nothing.
-
-
-class IdleScheduler(ConnectorScheduler):
-    """Ignores all requests, so it plans nothing."""
-
-    def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool = True) -> None:
-        """Take the workers' hellos; there is no host tier."""
-        self.handoff.greet(hellos, alone)
-
-    def add_request(self, request: Request) -> TransferId | None:
-        """Ignore the request, also a hand-off that it asks for."""
-        drop_invalid_params(request, self.plan.stats)
-        return None
-
-    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """Find nothing."""
-        return 0, False
-
-
-class IdleWorker(ConnectorWorker):
-    """Allocates nothing and listens nowhere."""
-
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Ignore the caches; a model may have none."""

@@ -15,11 +15,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.engines.vllm import translate
-from kvconnect.engines.vllm.checks import LiveRequests
 from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
+from kvconnect.engines.vllm.gauges import Gauges
 from kvconnect.engines.vllm.hints import add_hints, drop_invalid_params
+from kvconnect.engines.vllm.live_requests import LiveRequests
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.plans import (
     inside_step,
@@ -31,7 +32,7 @@ from kvconnect.engines.vllm.plans import (
 )
 from kvconnect.engines.vllm.receipts import Receipts
 from kvconnect.engines.vllm.states import kept_states
-from kvconnect.engines.vllm.stats import Gauges, KVConnectStats
+from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.engines.vllm.tiers import TierScheduler
 from kvconnect.engines.vllm.weights import EngineWeights
 from kvconnect.errors import Incompatible

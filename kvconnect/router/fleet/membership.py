@@ -18,8 +18,8 @@ from kvconnect.errors import Refused
 from kvconnect.router.connections.pool import ConnectionPool
 from kvconnect.router.fleet import sources
 from kvconnect.router.fleet.engines import Engine, Fleet
+from kvconnect.router.fleet.handoff_probes import Prober
 from kvconnect.router.fleet.kv_subscriber import Subscriber
-from kvconnect.router.fleet.probe import Prober
 from kvconnect.router.fleet.receipts import OwedReceipts
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.fleet.watch import Watcher

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from kvconnect.errors import Refused
 from kvconnect.router.fleet.engines import Engine, Fleet
+from kvconnect.router.fleet.handoff_probes import ProbeFailed
 from kvconnect.router.fleet.membership import ADMIN, FLAGS, Membership
 from kvconnect.router.fleet.pairing import EnginePair
-from kvconnect.router.fleet.probe import ProbeFailed
 from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from kvconnect.tiers.backends.base import BlockOutcome, BlockSource, Store, Usag
 from kvconnect.types import Tier
 
 if TYPE_CHECKING:
-    from kvconnect.tiers.backends.remote import RecordKeys
+    from kvconnect.tiers.backends.record_seals import RecordKeys
 
 __all__ = [
     "BlockOutcome",

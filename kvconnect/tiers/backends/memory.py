@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvconnect.offload.host_arena import load_hash
+from kvconnect.offload.slot_digests import load_hash
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.tiers.backends.base import (
     BlockOutcome,

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.settings.stores import MooncakeSettings
 from kvconnect.tiers.backends.base import BlockOutcome
-from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
+from kvconnect.tiers.backends.record_seals import RecordKeys
+from kvconnect.tiers.backends.remote import RemoteStore, Server
 
 T = TypeVar("T")
 

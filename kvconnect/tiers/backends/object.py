@@ -16,7 +16,8 @@ from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.secret_files import read_secret
 from kvconnect.settings.stores import ObjectSettings
 from kvconnect.tiers.backends.base import BlockOutcome
-from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
+from kvconnect.tiers.backends.record_seals import RecordKeys
+from kvconnect.tiers.backends.remote import RemoteStore, Server
 
 T = TypeVar("T")
 

@@ -26,7 +26,8 @@ from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.secret_files import read_secret_text
 from kvconnect.settings.stores import ValkeySettings
 from kvconnect.tiers.backends.base import BlockOutcome
-from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
+from kvconnect.tiers.backends.record_seals import RecordKeys
+from kvconnect.tiers.backends.remote import RemoteStore, Server
 
 
 def make_valkey_store(

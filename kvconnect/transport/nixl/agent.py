@@ -23,7 +23,8 @@ import numpy as np
 
 from kvconnect.cuda import has_context
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
-from kvconnect.protocol.nixl_messages import NixlOffer, metadata_error
+from kvconnect.protocol.nixl_messages import NixlOffer
+from kvconnect.protocol.nixl_metadata import metadata_error
 from kvconnect.transport.base import MemoryRegion
 from kvconnect.transport.nixl.descriptors import Ints, PairedRuns
 

@@ -25,7 +25,7 @@ from kvconnect.protocol.nixl_messages import (
 from kvconnect.transport.base import Drained, IncomingPages, PagesReceived, Unit
 from kvconnect.transport.nixl.agent import NixlAgent
 from kvconnect.transport.nixl.worker import NixlWorker
-from kvconnect.transport.tcp.context import ConnectionContext
+from kvconnect.transport.tcp.page_path import ConnectionContext
 
 _MAX_ENDED = 4096  # far more than end within the round trip that tells the source
 

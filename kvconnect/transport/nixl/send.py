@@ -25,7 +25,7 @@ from kvconnect.transport.nixl.agent import NixlAgent, WriteDevices
 from kvconnect.transport.nixl.descriptors import LocatedUnit, check_unit, paired, runs_of
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.nixl.writes import NixlWrite, WriteQueue
-from kvconnect.transport.tcp.context import ConnectionContext
+from kvconnect.transport.tcp.page_path import ConnectionContext
 
 MAX_WRITE_BYTES = 32 << 20
 MAX_WRITE_BLOCKS = 1 << 16  # their digests fit into one message

@@ -35,7 +35,7 @@ from kvconnect.transport.nixl.receive import InboundWrites
 from kvconnect.transport.nixl.send import OutboundWrites
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.transport.tcp import TcpTransport
-from kvconnect.transport.tcp.context import ConnectionContext
+from kvconnect.transport.tcp.page_path import ConnectionContext
 
 
 class NixlTransport(Transport):
@@ -87,7 +87,7 @@ Order = IncomingPages | OutgoingPages
 
 
 class NixlPath:
-    """One peer's NIXL path, see :class:`~kvconnect.transport.tcp.context.PagePath`.
+    """One peer's NIXL path, see :class:`~kvconnect.transport.tcp.page_path.PagePath`.
 
     Orders wait until both sides have sent their greeting. If the two cannot use NIXL together, all
     orders go over TCP; otherwise the reader chooses the path of each read.

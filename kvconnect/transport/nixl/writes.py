@@ -15,7 +15,7 @@ from kvconnect.transport.base import OutgoingPages
 from kvconnect.transport.nixl.agent import NixlAgent, WriteDevices
 from kvconnect.transport.nixl.descriptors import PairedRuns
 from kvconnect.transport.nixl.worker import NixlWorker
-from kvconnect.transport.tcp.context import ConnectionContext
+from kvconnect.transport.tcp.page_path import ConnectionContext
 
 MAX_UNDER_WAY = 4
 """Writes to one peer at a time: enough to use its bandwidth, few enough to cancel quickly."""

@@ -9,14 +9,8 @@ from collections.abc import Callable
 from kvconnect.errors import KVConnectError, ProtocolError, contained
 from kvconnect.protocol.codec import MessageReader, pack_message
 from kvconnect.transport.base import Ends
-from kvconnect.transport.tcp.event_loop import (
-    READ,
-    WRITE,
-    EventLoop,
-    read_some,
-    shut,
-    write_some,
-)
+from kvconnect.transport.tcp.event_loop import READ, WRITE, EventLoop
+from kvconnect.transport.tcp.sockets import read_some, shut, write_some
 
 logger = logging.getLogger(__name__)
 

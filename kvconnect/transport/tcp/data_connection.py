@@ -23,8 +23,8 @@ from kvconnect.protocol.frames import (
 from kvconnect.transport import page_io
 from kvconnect.transport.base import PagesReceived, PeerId
 from kvconnect.transport.tcp.context import TransportContext
-from kvconnect.transport.tcp.event_loop import allow_silence, read_some, shut, write_some
 from kvconnect.transport.tcp.send_queue import FrameTarget, OutboundFrame, SendQueue
+from kvconnect.transport.tcp.sockets import allow_silence, read_some, shut, write_some
 
 _SCRATCH_BYTES = 1 << 20
 

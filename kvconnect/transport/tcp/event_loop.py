@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import selectors
 import socket
-import ssl
 import time
 from collections import deque
 from collections.abc import Callable
@@ -27,8 +26,6 @@ Handler = Callable[[int], None]
 """Gets the mask of events that its socket is ready for; must not block."""
 
 _CLEANUP_S = 1.0  # for the calls of ``on_error``
-_KEEPALIVE_PROBES = 3
-_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class EventLoop:
@@ -165,52 +162,3 @@ class EventLoop:
 
 def _log(error: Exception) -> None:
     logger.error("internal error of KVConnect on the thread of its sockets", exc_info=error)
-
-
-# Non-blocking sockets.
-
-
-def prepare(sock: socket.socket, silence_s: float) -> None:
-    """Set a new socket's options; for ``silence_s`` see :func:`allow_silence`."""
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    allow_silence(sock, silence_s)
-
-
-def allow_silence(sock: socket.socket, silence_s: float) -> None:
-    """Let the kernel drop a connection whose other side is silent for so long."""
-    tcp = socket.IPPROTO_TCP
-    sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, max(1, round(silence_s * 1000)))
-    probe_s = max(1, round(silence_s / _KEEPALIVE_PROBES))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(tcp, socket.TCP_KEEPIDLE, probe_s)
-    sock.setsockopt(tcp, socket.TCP_KEEPINTVL, probe_s)
-    sock.setsockopt(tcp, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
-
-
-def read_some(sock: socket.socket, view: memoryview) -> int | None:
-    """Read available bytes into ``view``; None if there are none yet, 0 at the end."""
-    try:
-        return sock.recv_into(view)
-    except _WOULD_BLOCK:
-        return None
-
-
-def write_some(sock: socket.socket, data: bytes | bytearray | memoryview) -> int:
-    """Write as much as fits; return the number of bytes."""
-    try:
-        return sock.send(data)
-    except _WOULD_BLOCK:
-        return 0
-
-
-def shut(sock: socket.socket) -> None:
-    """Shut down both directions, so that threads waiting in the socket leave it.
-
-    Calls the plain socket's method even for TLS: with ssl's own, a thread that is still reading
-    would take encrypted bytes for plain ones.
-    """
-    try:
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-    except OSError:
-        return  # the other side was first

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import socket
-import ssl
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvconnect.bounded import remember
 from kvconnect.errors import ProtocolError, Refused, contained
 from kvconnect.protocol.addresses import source_of
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening, ServerAuth
 from kvconnect.protocol.codec import pack_message, pack_refusal
+from kvconnect.transport.access_policy import AccessPolicy
 from kvconnect.transport.base import UNAUTHENTICATED, PeerDown
-from kvconnect.transport.security import AccessPolicy, wrap
 from kvconnect.transport.tcp.context import TransportContext
-from kvconnect.transport.tcp.event_loop import READ, WRITE, prepare, read_some, write_some
+from kvconnect.transport.tcp.event_loop import READ
+from kvconnect.transport.tcp.handshake import Handshake
 from kvconnect.transport.tcp.peer import Peer
+from kvconnect.transport.tcp.rejection_log import RejectionLog
 from kvconnect.transport.tcp.shared_port import SharedPort
+from kvconnect.transport.tcp.sockets import prepare, write_some
 
 logger = logging.getLogger(__name__)
 
 MAX_IN_AUTH = 256  # connections that have not proven themselves yet
 _ACCEPTS = 16  # at a time
-_READ_BYTES = 4096  # more than any handshake message
 UNTRUSTED = "its address is neither loopback nor in peers, and no key is set"
 
 
@@ -242,139 +241,3 @@ def oldest_of_busiest(unproven: Sequence[PendingConnection]) -> PendingConnectio
     most = max(sources, key=lambda source: sources[source])
     busiest = [pending for pending in unproven if pending.source == most]
     return next((pending for pending in busiest if not pending.handshake.heard), busiest[0])
-
-
-# Setup of one connection: TCP, TLS, authentication.
-
-
-class Handshake:
-    """Connects (as a client), sets up TLS (with a context) and authenticates.
-
-    Attributes:
-        sock: the socket; another object once TLS is set up, with the same descriptor ``fd``.
-        heard: the other side has sent something that may begin a proof.
-
-    ``host`` is where a client connects to; a certificate that names addresses must name it.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        auth: ClientAuth | ServerAuth,
-        tls: ssl.SSLContext | None,
-        host: str = "",
-    ) -> None:
-        self.sock = sock
-        self.fd = sock.fileno()
-        self.auth = auth
-        self.heard = False
-        self._tls = tls
-        self._host = host
-        self._steps = self._proceed()
-
-    def advance(self) -> int:
-        """Continue without waiting; return the event mask to wait for, 0 once done.
-
-        Raises:
-            Refused, ProtocolError: see :mod:`kvconnect.protocol.auth`; field ``tls`` in addition.
-            OSError, EOFError: the connection broke.
-        """
-        return next(self._steps, 0)
-
-    def _proceed(self) -> Iterator[int]:
-        if isinstance(self.auth, ClientAuth):
-            yield WRITE
-            error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if error:
-                raise OSError(error, os.strerror(error))
-        if self._tls:
-            yield from self._set_up_tls(self._tls)
-        try:
-            yield from self._authenticate()
-        except Refused:
-            write_some(self.sock, self.auth.farewell)
-            raise
-        except ssl.SSLError as error:  # TLS 1.3 tells a client only now that it was refused
-            raise Refused("tls", f"TLS: {error}") from error
-
-    def _set_up_tls(self, tls: ssl.SSLContext) -> Iterator[int]:
-        wrapped = wrap(self.sock, tls, isinstance(self.auth, ServerAuth))
-        self.sock = wrapped
-        while True:
-            try:
-                wrapped.do_handshake()
-                _check_address(wrapped, self._host)
-                return
-            except ssl.SSLWantReadError:
-                yield READ
-                self.heard = True
-            except ssl.SSLWantWriteError:
-                yield WRITE
-            except ssl.SSLError as error:
-                raise Refused("tls", f"TLS: {error}") from error
-
-    def _authenticate(self) -> Iterator[int]:
-        auth = self.auth
-        out = bytearray(auth.start() if isinstance(auth, ClientAuth) else b"")
-        view = memoryview(bytearray(_READ_BYTES))
-        while True:
-            while out:
-                count = write_some(self.sock, out)
-                del out[:count]
-                if not count:
-                    yield WRITE
-            if auth.done:
-                return
-            got = read_some(self.sock, view)
-            if got is None:
-                yield READ
-            elif got == 0:
-                raise EOFError("closed by the other side before it was authenticated")
-            else:
-                out += auth.feed(bytes(view[:got]))
-                self.heard = True
-
-
-def _check_address(sock: ssl.SSLSocket, host: str) -> None:
-    """Check that a certificate that names addresses names ``host``, so that one stolen from
-    another machine is useless here. A certificate without addresses is good for any host."""
-    names = (sock.getpeercert() or {}).get("subjectAltName", ())
-    named = [str(pair[1]).strip() for pair in names if pair[0] == "IP Address"]
-    if host and named and ipaddress.ip_address(host) not in map(ipaddress.ip_address, named):
-        raise Refused(
-            "tls", f"the certificate at {host} is for {', '.join(named)}: another engine's"
-        )
-
-
-# Log lines about rejected connections: rate-limited, but never silent.
-
-
-MAX_KINDS = 1024
-AGAIN_S = 300.0
-"""Seconds after which the same kind of rejection of one address is logged again."""
-
-LINES_PER_MINUTE = 20
-
-
-class RejectionLog:
-    """Logs rejected connections. Not thread-safe. ``now`` is a monotonic clock in seconds."""
-
-    def __init__(self) -> None:
-        self._logged_at: dict[str, float] = {}  # time by address and kind, oldest first
-        self._minute = 0.0
-        self._lines = 0  # in that minute
-        self._suppressed = 0  # since the last line
-
-    def say(self, host: str, text: str, now: float) -> None:
-        """Log that ``host`` was rejected, unless that was logged lately or the minute is full."""
-        kind = f"{host}: {text.partition(':')[0]}"
-        if now - self._minute >= 60.0:
-            self._minute, self._lines = now, 0
-        known = now - self._logged_at.get(kind, -AGAIN_S) < AGAIN_S
-        if known or self._lines >= LINES_PER_MINUTE:
-            self._suppressed += 1
-            return
-        remember(self._logged_at, kind, now, MAX_KINDS)
-        more = f" ({self._suppressed} more since the last such line)" if self._suppressed else ""
-        self._lines, self._suppressed = self._lines + 1, 0
-        logger.warning("%s: rejected: %s%s", host, text, more)

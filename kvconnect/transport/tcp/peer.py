@@ -15,15 +15,12 @@ from kvconnect.protocol.auth import Opening
 from kvconnect.protocol.codec import MAX_MESSAGE, NixlPayload, pack_greeting, unpack_greeting
 from kvconnect.protocol.frames import stricter
 from kvconnect.transport.base import ConnectionOptions, MessageReceived, PeerDown, PeerId, PeerUp
-from kvconnect.transport.tcp.context import (
-    DIGEST_PERIOD,
-    ConnectionContext,
-    PagePath,
-    TransportContext,
-)
+from kvconnect.transport.tcp.context import DIGEST_PERIOD, TransportContext
 from kvconnect.transport.tcp.control_connection import CLOSED_BY_PEER, ControlConnection
 from kvconnect.transport.tcp.data_connection import DataConnection
-from kvconnect.transport.tcp.send_queue import SendQueue, StallWatchdog
+from kvconnect.transport.tcp.page_path import ConnectionContext, PagePath
+from kvconnect.transport.tcp.send_queue import SendQueue
+from kvconnect.transport.tcp.stall_watchdog import StallWatchdog
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from functools import partial
 from kvconnect.errors import ConfigError, Misuse, ProtocolError, Refused, TransferFailed
 from kvconnect.protocol.auth import SESSION_BYTES, Opening
 from kvconnect.transport import page_io
+from kvconnect.transport.access_policy import AccessPolicy
 from kvconnect.transport.base import (
     MAX_MESSAGE_BYTES,
     ConnectionOptions,
@@ -28,15 +29,10 @@ from kvconnect.transport.base import (
     Transport,
 )
 from kvconnect.transport.event_queue import EventQueue
-from kvconnect.transport.security import AccessPolicy
-from kvconnect.transport.tcp.context import (
-    DIGEST_PERIOD,
-    ConnectionContext,
-    PagePath,
-    TransportContext,
-)
+from kvconnect.transport.tcp.context import DIGEST_PERIOD, TransportContext
 from kvconnect.transport.tcp.event_loop import EventLoop
 from kvconnect.transport.tcp.listener import UNTRUSTED, Listener, PendingConnection
+from kvconnect.transport.tcp.page_path import ConnectionContext, PagePath
 from kvconnect.transport.tcp.peer import CLOSED, Peer
 from kvconnect.transport.tcp.shared_port import SharedPort
 

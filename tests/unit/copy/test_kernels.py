@@ -14,7 +14,7 @@ from kvconnect.cache.layout import ByteRun
 from kvconnect.cache.pages import LayerPages, unit_segments
 from kvconnect.copy import kernels
 from kvconnect.copy.kernels import lanes_for, reference, unit_table
-from kvconnect.testing.buffers import PageMemory
+from kvconnect.testing.page_memory import PageMemory
 from kvconnect.transport.base import Unit
 from tests.kernels import address, launch_on_host
 

@@ -7,7 +7,7 @@ from array import array
 import pytest
 import torch
 
-from kvconnect.disaggregation.staging import (
+from kvconnect.disaggregation.piecewise_memory import (
     PiecewiseMemory,
     spanning_view,
     tensor_region,

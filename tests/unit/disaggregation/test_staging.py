@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvconnect.errors import TransferFailed
-from kvconnect.testing.buffers import PageMemory, plain_unit, split_unit
+from kvconnect.testing.page_memory import PageMemory, plain_unit, split_unit
 from kvconnect.transport.base import PageChunk, Unit
 
 torch = pytest.importorskip("torch")

@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_lat
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvconnect.engines.sglang.stats import Publisher, scheduler_labels
+from kvconnect.engines.sglang.metrics_publisher import Publisher, scheduler_labels
 from kvconnect.observability.metrics.catalog import SGLANG, families
 from kvconnect.stats import OffloadingConnectorStats
 from tests.fakes.sglang_runtime import Context, measured
@@ -177,7 +177,7 @@ def run(script: str, **environment: str) -> str:
 
 def test_the_client_is_not_imported_before_a_publisher_is_made() -> None:
     script = (
-        "import sys, kvconnect.engines.sglang.stats as m\n"
+        "import sys, kvconnect.engines.sglang.metrics_publisher as m\n"
         "print('prometheus_client' in sys.modules, 'sglang' in sys.modules)\n"
         "import kvconnect.observability.metrics.prometheus\n"
         "print('prometheus_client' in sys.modules)"  # control
@@ -194,7 +194,7 @@ context.parallel.tp_rank = int(os.environ["RANK"])
 srt = mock.MagicMock(runtime_context=context)
 sys.modules.update({"sglang": mock.MagicMock(srt=srt), "sglang.srt": srt,
                     context.__name__: context})
-from kvconnect.engines.sglang.stats import publisher
+from kvconnect.engines.sglang.metrics_publisher import publisher
 assert publisher() is publisher()
 for _ in range(2):
     publisher().publish(measured())

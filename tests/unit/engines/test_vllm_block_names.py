@@ -13,7 +13,7 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.cache.keys import block_key, seed_of
 from kvconnect.cache.record_format import page_names
 from kvconnect.engines.vllm.adapters import Adapters
-from kvconnect.engines.vllm.tiers import BlockNames, named_by_tokens, shared_pages
+from kvconnect.engines.vllm.block_names import BlockNames, named_by_tokens, shared_pages
 from kvconnect.errors import ConfigError
 from kvconnect.settings import Settings
 from kvconnect.settings.sharing import PeerSettings

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
-from kvconnect.engines.vllm.tiers import BlockNames
+from kvconnect.engines.vllm.block_names import BlockNames
 
 TOKENS = 4  # of a block
 GROUPS = (CacheGroup(TOKENS),)

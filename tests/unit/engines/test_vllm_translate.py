@@ -15,7 +15,7 @@ from kvconnect.cache.groups import CacheGroup
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.handoff_pages import total_kv_heads
-from kvconnect.engines.vllm.tier_stores import records_for_all
+from kvconnect.engines.vllm.shared_records import records_for_all
 from kvconnect.engines.vllm.translate import long_ropes
 from kvconnect.errors import Incompatible, Refused
 from kvconnect.types import Block

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvconnect.offload import host_arena
+from kvconnect.offload import numa
 from kvconnect.offload.host_arena import HostArena
 
 torch = pytest.importorskip("torch")
@@ -20,20 +20,20 @@ torch = pytest.importorskip("torch")
 def test_the_node_is_read_from_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, node: int | None
 ) -> None:
-    monkeypatch.setattr(host_arena, "_PCI", tmp_path)
+    monkeypatch.setattr(numa, "_PCI", tmp_path)
     folder = tmp_path / "0001:0a:1f.0"
     folder.mkdir()
     if text is not None:
         (folder / "numa_node").write_text(text)
     properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=31)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert host_arena.device_node(torch.device("cuda:0")) == node
-    assert host_arena.device_node(torch.device("cpu")) is None
+    assert numa.device_node(torch.device("cuda:0")) == node
+    assert numa.device_node(torch.device("cpu")) is None
 
 
 def test_a_torch_that_does_not_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
-    assert host_arena.device_node(torch.device("cuda:0")) is None
+    assert numa.device_node(torch.device("cuda:0")) is None
 
 
 def test_an_arena_is_usable_whether_or_not_its_node_is_there() -> None:
@@ -45,8 +45,8 @@ def test_an_arena_is_usable_whether_or_not_its_node_is_there() -> None:
 
 
 def test_what_cannot_be_asked_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not host_arena.prefer_node(0, 4096, -1)
-    assert not host_arena.prefer_node(0, 4096, 1024)
-    assert not host_arena.prefer_node(1, 4096, 0)  # no page starts there: the kernel refuses
+    assert not numa.prefer_node(0, 4096, -1)
+    assert not numa.prefer_node(0, 4096, 1024)
+    assert not numa.prefer_node(1, 4096, 0)  # no page starts there: the kernel refuses
     monkeypatch.setattr("platform.machine", lambda: "m68k")
-    assert not host_arena.prefer_node(0, 4096, 0)
+    assert not numa.prefer_node(0, 4096, 0)

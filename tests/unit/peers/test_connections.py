@@ -8,8 +8,8 @@ from kvconnect.errors import ConfigError
 from kvconnect.peers import connections
 from kvconnect.peers.connections import open_transport, page_path
 from kvconnect.settings import Settings
-from kvconnect.testing.buffers import PageMemory
 from kvconnect.testing.inproc import InprocTransport
+from kvconnect.testing.page_memory import PageMemory
 from kvconnect.transport.base import ConnectionOptions, Memory, Security
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvconnect.protocol.nixl_messages import metadata_error
+from kvconnect.protocol.nixl_metadata import metadata_error
 
 AGENT = "kvconnect-1-0123456789abcdef"
 ADDRESS = b"\x00" + bytes(150)
@@ -117,7 +117,7 @@ CHILD = """
 import os, random, sys
 import msgspec
 from kvconnect.errors import TransferFailed
-from kvconnect.testing.buffers import PageMemory
+from kvconnect.testing.page_memory import PageMemory
 from kvconnect.transport.nixl import agent as agents
 
 if sys.argv[1] == "unchecked":

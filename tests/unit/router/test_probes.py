@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from kvconnect.router.api_keys import ApiKey
-from kvconnect.router.fleet import pairing, probe
+from kvconnect.router.fleet import handoff_probes, pairing
 from kvconnect.router.fleet.reports import refused_handoffs, vllm_received
 from kvconnect.router.options import Intervals, Listening
 from tests.fakes.engine import (
@@ -34,7 +34,7 @@ from tests.fakes.engine import (
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-    monkeypatch.setattr(probe, "LOOK_S", 0.01)
+    monkeypatch.setattr(handoff_probes, "LOOK_S", 0.01)
     monkeypatch.setattr(pairing, "RETRY_S", 0.05)
 
 
@@ -74,7 +74,7 @@ async def test_a_probe_is_a_short_request_through_both(engine: str) -> None:
             assert asked["max_tokens"] == answered["max_tokens"] == 1
             assert answered["kv_transfer_params"]["do_remote_prefill"] is True
         prompt = "input_ids" if engine == "sglang" else "prompt"
-        assert asked[prompt] == answered[prompt] and len(asked[prompt]) == probe.TOKENS
+        assert asked[prompt] == answered[prompt] and len(asked[prompt]) == handoff_probes.TOKENS
     assert p.asked[0][prompt] != p.asked[1][prompt]
 
 
@@ -129,13 +129,13 @@ BROKEN = says(500, {"error": {"message": "out of order"}})
 async def test_requests_go_around_an_engine_that_fails_its_probe(
     bad: Any, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "TIMEOUT_S", 1.0)
+    monkeypatch.setattr(handoff_probes, "TIMEOUT_S", 1.0)
     ps, ds = [FakeEngine(prefills)], [FakeEngine(told(127)) for _ in range(2)]
 
     async def fails_probes(
         engine: FakeEngine, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
-        answer = bad if len(body["prompt"]) == probe.TOKENS else decodes
+        answer = bad if len(body["prompt"]) == handoff_probes.TOKENS else decodes
         return await answer(engine, request, body)
 
     ds[1].answer = fails_probes

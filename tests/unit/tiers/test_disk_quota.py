@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from kvconnect.cache.keys import block_key, tenant_of
 from kvconnect.errors import ConfigError
 from kvconnect.tiers.backends import BlockOutcome, make_store
-from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, files
-from kvconnect.tiers.backends.disk import folder as about
+from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, files, formats
 from kvconnect.tiers.backends.disk.files import Directory
-from kvconnect.tiers.backends.disk.folder import read_format
+from kvconnect.tiers.backends.disk.formats import read_format
 from kvconnect.tiers.backends.disk.segment import Segment
 from kvconnect.tiers.backends.disk.table import TenantQuota, record_bytes
 from tests import stores
@@ -414,7 +413,7 @@ def test_a_store_writes_down_what_its_fingerprint_means(opened: Open, tmp_path: 
         b'{"model": "\xff"}',
         b'{"model": "\\ud800"}',
         b'{"model":' + b"[" * 10_000,
-        b'{"model": "' + b"x" * about.MAX_FORMAT_BYTES + b'"}',
+        b'{"model": "' + b"x" * formats.MAX_FORMAT_BYTES + b'"}',
     ],
 )
 def test_what_is_written_there_is_not_trusted(opened: Open, tmp_path: Path, text: bytes) -> None:
@@ -453,7 +452,7 @@ def test_the_file_is_replaced_in_one_piece(
     [
         ({"model": 1}, "use an object of words"),
         ("model", "use an object of words"),
-        ({"model": "x" * about.MAX_FORMAT_BYTES}, "about='164.. bytes'.*use 16384"),
+        ({"model": "x" * formats.MAX_FORMAT_BYTES}, "about='164.. bytes'.*use 16384"),
     ],
 )
 def test_what_it_means_is_words(tmp_path: Path, value: object, text: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvconnect.tiers.backends.disk import segment
 from kvconnect.tiers.backends.disk.files import Directory
-from kvconnect.tiers.backends.remote import Mac
+from kvconnect.tiers.backends.record_seals import Mac
 from tests.hostile import Outcome, folders, records
 
 needs_server = pytest.mark.skipif(

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from kvconnect.errors import ConfigError
-from kvconnect.offload.host_arena import SlotDigests
+from kvconnect.offload.slot_digests import SlotDigests
 from kvconnect.protocol.cache_messages import Found, HostTierAddresses, Place, encode
 from kvconnect.settings import check_struct
 from kvconnect.settings.sharing import PeerSettings

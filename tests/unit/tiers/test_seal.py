@@ -10,7 +10,8 @@ import pytest
 
 from kvconnect.settings import Settings
 from kvconnect.tiers.backends import BlockOutcome, make_store
-from kvconnect.tiers.backends.remote import RecordKeys, RemoteStore, Server
+from kvconnect.tiers.backends.record_seals import RecordKeys
+from kvconnect.tiers.backends.remote import RemoteStore, Server
 from kvconnect.transport.security import ALSO, record_keys
 
 pytest.importorskip("xxhash")

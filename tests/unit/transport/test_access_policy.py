@@ -9,7 +9,7 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.transport import Security
-from kvconnect.transport.security import AccessPolicy
+from kvconnect.transport.access_policy import AccessPolicy
 from tests.links import make_certificates
 
 KEYED = Security(key=b"k")

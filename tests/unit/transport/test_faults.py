@@ -15,7 +15,7 @@ import pytest
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening
 from kvconnect.protocol.codec import MessageReader, pack_greeting, pack_message
 from kvconnect.protocol.frames import FrameHeader, pack_header
-from kvconnect.testing.buffers import plain_unit
+from kvconnect.testing.page_memory import plain_unit
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import ConnectedPair, Side
 from kvconnect.transport.base import (
@@ -29,7 +29,7 @@ from kvconnect.transport.base import (
     PeerMessage,
     PeerUp,
 )
-from kvconnect.transport.tcp import listener, send_queue
+from kvconnect.transport.tcp import listener, stall_watchdog
 from kvconnect.transport.tcp.control_connection import MAX_QUEUED_BYTES
 from tests.links import outcome, result, side, threads_after_close, through_proxy
 
@@ -328,7 +328,7 @@ def test_a_frame_that_trickles_in_is_given_up() -> None:
 def test_a_cancelled_frame_that_trickles_in_ends_soon(
     cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(send_queue, "MIN_BYTES_PER_S", 1000)  # a minute for this frame
+    monkeypatch.setattr(stall_watchdog, "MIN_BYTES_PER_S", 1000)  # a minute for this frame
     with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=8 << 20) as (raw, victim, peer):
         ids = array("q", range(PAGES))
         victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
@@ -346,7 +346,7 @@ def test_a_cancelled_frame_that_trickles_in_ends_soon(
 
 
 def test_a_cancelled_frame_that_trickles_out_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(send_queue, "MIN_BYTES_PER_S", 1000)
+    monkeypatch.setattr(stall_watchdog, "MIN_BYTES_PER_S", 1000)
     with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=64 << 20) as (raw, victim, peer):
         victim.transport.submit(OutgoingPages(peer, 1, 0, UNIT, 0, array("q", range(1024))))
         over = threading.Event()

@@ -11,8 +11,8 @@ import pytest
 from kvconnect.protocol.addresses import source_of
 from kvconnect.protocol.auth import NONCE_BYTES, SESSION_BYTES, ClientAuth, Opening
 from kvconnect.transport import Security
-from kvconnect.transport.tcp import listener
-from kvconnect.transport.tcp.listener import RejectionLog
+from kvconnect.transport.tcp import listener, rejection_log
+from kvconnect.transport.tcp.rejection_log import RejectionLog
 from tests.links import side
 
 KEY = b"k" * 32
@@ -121,8 +121,8 @@ def test_the_log_neither_fills_nor_falls_silent(caplog: pytest.LogCaptureFixture
     said = RejectionLog()
     for number in range(5000):
         said.say(f"10.0.{number // 256}.{number % 256}", "no key: x", 0.0)
-    assert len(lines(caplog)) == listener.LINES_PER_MINUTE
-    assert len(said._logged_at) <= listener.MAX_KINDS
+    assert len(lines(caplog)) == rejection_log.LINES_PER_MINUTE
+    assert len(said._logged_at) <= rejection_log.MAX_KINDS
     said.say("10.9.9.9", "no key: y", 60.0)  # was mute for good
     (line,) = lines(caplog)
     assert "10.9.9.9: rejected: no key: y (4980 more since" in line
@@ -130,7 +130,8 @@ def test_the_log_neither_fills_nor_falls_silent(caplog: pytest.LogCaptureFixture
 
 def test_the_same_trouble_is_told_again_after_a_while(caplog: pytest.LogCaptureFixture) -> None:
     said = RejectionLog()
-    for now in (0.0, 1.0, listener.AGAIN_S - 1, listener.AGAIN_S, listener.AGAIN_S + 1):
+    again = rejection_log.AGAIN_S
+    for now in (0.0, 1.0, again - 1, again, again + 1):
         said.say("10.1.2.3", "no key: x", now)
     assert len(lines(caplog)) == 2
     said.say("10.1.2.3", "another reason", 301.0)
@@ -140,9 +141,9 @@ def test_the_same_trouble_is_told_again_after_a_while(caplog: pytest.LogCaptureF
 def test_many_addresses_are_remembered_up_to_a_bound(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "LINES_PER_MINUTE", 10_000)
+    monkeypatch.setattr(rejection_log, "LINES_PER_MINUTE", 10_000)
     said = RejectionLog()
     for number in range(3000):
         said.say(str(number), "x", 0.0)
-    assert len(said._logged_at) == listener.MAX_KINDS
+    assert len(said._logged_at) == rejection_log.MAX_KINDS
     assert len(lines(caplog)) == 3000

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvconnect.testing.buffers import plain_unit
+from kvconnect.testing.page_memory import plain_unit
 from kvconnect.testing.transport import ConnectedPair
 from kvconnect.transport.base import OutgoingPages, PeerId
 from kvconnect.transport.event_queue import EventQueue
 from kvconnect.transport.tcp import frame_priority
 from kvconnect.transport.tcp.frame_priority import FramePriority
-from kvconnect.transport.tcp.send_queue import MIN_FRAME_BYTES, SendQueue, StallWatchdog
+from kvconnect.transport.tcp.send_queue import MIN_FRAME_BYTES, SendQueue
 from kvconnect.transport.tcp.shared_port import SharedPort
+from kvconnect.transport.tcp.stall_watchdog import StallWatchdog
 from tests.links import side
 
 PEER = PeerId(1)

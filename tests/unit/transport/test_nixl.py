@@ -25,7 +25,7 @@ import numpy as np
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.protocol import nixl_messages
-from kvconnect.testing.buffers import PageMemory, plain_unit, split_unit
+from kvconnect.testing.page_memory import PageMemory, plain_unit, split_unit
 from kvconnect.testing.transport import ConnectedPair, Side, kinds
 from kvconnect.transport import Security, make_transport
 from kvconnect.transport.base import (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("numpy")
 
 from kvconnect.errors import ProtocolError
-from kvconnect.testing.buffers import PageMemory, phased_unit, plain_unit, split_unit
+from kvconnect.testing.page_memory import PageMemory, phased_unit, plain_unit, split_unit
 from kvconnect.transport.base import MemoryRegion, Unit
 from kvconnect.transport.nixl.descriptors import LocatedUnit, check_unit, paired, runs_of
 

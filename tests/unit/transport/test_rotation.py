@@ -28,7 +28,7 @@ from kvconnect.transport.security import (
     read_key_file,
     tls_files,
 )
-from kvconnect.transport.tcp import listener
+from kvconnect.transport.tcp import handshake
 from kvconnect.types import Endpoint
 from tests.links import make_certificates, result, side
 
@@ -309,7 +309,7 @@ def test_without_the_look_at_addresses_it_would_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
-    monkeypatch.setattr(listener, "_check_address", lambda *_: None)
+    monkeypatch.setattr(handshake, "_check_address", lambda *_: None)
     made = make_certificates(tmp_path, alternative="IP:10.9.9.9")
     with side(made) as reader, side(made) as source:
         assert refusal(reader, source.transport.listen("127.0.0.1", 0)) == ""

@@ -9,7 +9,7 @@ import pytest
 
 from kvconnect.errors import Misuse, ProtocolError
 from kvconnect.protocol.frames import FrameHeader
-from kvconnect.testing.buffers import plain_unit
+from kvconnect.testing.page_memory import plain_unit
 from kvconnect.transport.base import (
     Drained,
     IncomingPages,
@@ -21,12 +21,11 @@ from kvconnect.transport.base import (
 from kvconnect.transport.event_queue import MAX_UNREAD_BYTES, EventQueue
 from kvconnect.transport.tcp.send_queue import (
     MAX_FRAME_BYTES,
-    MIN_BYTES_PER_S,
     MIN_FRAME_BYTES,
     OutboundFrame,
     SendQueue,
-    StallWatchdog,
 )
+from kvconnect.transport.tcp.stall_watchdog import MIN_BYTES_PER_S, StallWatchdog
 
 PEER = PeerId(7)
 KIB64 = 64 << 10

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kvconnect.errors import ConfigError
-from kvconnect.testing.buffers import plain_unit
+from kvconnect.testing.page_memory import plain_unit
 from kvconnect.testing.proxy import FaultProxy
 from kvconnect.testing.transport import ConnectedPair, Side
 from kvconnect.transport.base import IncomingPages, OutgoingPages, PagesReceived, PeerDown, PeerUp

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvconnect.testing.buffers import PageMemory
+from kvconnect.testing.page_memory import PageMemory
 from kvconnect.testing.transport import ConnectedPair, Side
 from kvconnect.transport.base import PeerDown, PeerUp
 from kvconnect.transport.tcp.shared_port import SharedPort

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from kvconnect.errors import ConfigError, Misuse, TransferFailed
-from kvconnect.testing.buffers import plain_unit
+from kvconnect.testing.page_memory import plain_unit
 from kvconnect.testing.transport import ConnectedPair, Side, kinds
 from kvconnect.transport import ConnectionOptions, Security, page_io
+from kvconnect.transport.access_policy import AccessPolicy
 from kvconnect.transport.base import (
     MAX_MESSAGE_BYTES,
     UNAUTHENTICATED,
@@ -28,7 +29,6 @@ from kvconnect.transport.base import (
     PeerMessage,
     PeerUp,
 )
-from kvconnect.transport.security import AccessPolicy
 from kvconnect.transport.tcp.event_loop import EventLoop
 from tests.links import (
     OPEN,

@@ -5,21 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Mapping
-from typing import Annotated
-
-import msgspec
-from msgspec import Meta
 
 from kvconnect.errors import ConfigError
-from kvconnect.settings.quantities import Rule
-from kvconnect.settings.stores import DiskSettings
 from kvconnect.tiers.backends.disk.files import Directory, close_handle
 from kvconnect.tiers.backends.disk.segment import INDEX, SEGMENT, SegmentPath
 
@@ -180,92 +172,3 @@ def lock_holder(folder: Directory) -> str:
         return f"process {int(found or b'')}"
     except (OSError, ValueError):
         return "another process"
-
-
-# Descriptions of block formats: a small file per fingerprint beside a worker's segments. Only
-# people and filters of commands read them, so a wrong description cannot make a block be used.
-
-
-MODEL = "model"
-"""Key of the model's name."""
-
-MAX_FORMAT_BYTES = 16 << 10
-"""Maximum bytes of a description."""
-
-_FOLDER = "formats"
-
-
-def pack_format(about: Mapping[str, str]) -> bytes:
-    """Return a description as JSON."""
-    return json.dumps(dict(about), indent=1).encode() + b"\n"
-
-
-def check_format(about: Mapping[str, str]) -> None:
-    """Raise :class:`ConfigError` for a description that is too long."""
-    if (nbytes := len(pack_format(about))) > MAX_FORMAT_BYTES:
-        raise ConfigError("about", f"{nbytes} bytes", f"use {MAX_FORMAT_BYTES} of JSON at most")
-
-
-def write_format(folder: Directory, fingerprint: bytes, about: Mapping[str, str]) -> None:
-    """Write the description of a fingerprint, replacing an older one. An error is only logged."""
-    if not about:
-        return  # keep an older description
-    try:
-        with contextlib.closing(folder.folder(_FOLDER, make=True)) as formats:
-            formats.put(_name(fingerprint), pack_format(about))
-    except OSError as error:
-        logger.warning("disk tier: %s of %s cannot be written: %s", _FOLDER, folder.path, error)
-
-
-def read_format(folder: Directory, fingerprint: bytes) -> dict[str, str]:
-    """Return the description of a fingerprint, an empty one if it is missing or not readable."""
-    try:
-        with contextlib.closing(folder.folder(_FOLDER)) as formats:
-            data = formats.read(_name(fingerprint), MAX_FORMAT_BYTES)
-        if data is not None:
-            return msgspec.json.decode(data, type=dict[str, str])
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:  # what msgspec raises is a ValueError
-        logger.debug("disk tier: %s: %s", _name(fingerprint), error)
-    name = _name(fingerprint)
-    logger.warning("disk tier: %s in %s is damaged and is not used", name, folder.path)
-    return {}
-
-
-def _name(fingerprint: bytes) -> str:
-    return f"{fingerprint.hex()}.json"
-
-
-_About = Rule("use an object of words, each text", check=check_format)
-
-_SEGMENTS = 256
-_SEGMENT_BYTES = 64 << 20
-_MAX_SEGMENT_BYTES = 1 << 36  # pages of a segment are numbered with 24 bits
-
-
-class DiskOptions(DiskSettings, frozen=True, kw_only=True):
-    """One worker's part of the disk tier.
-
-    Attributes:
-        owner: name of this worker's folder in ``path``.
-        about: description of the block format, in words, which ``kvconnect cache`` shows.
-    """
-
-    owner: Annotated[
-        str,
-        Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$(?!\n)"),
-        Rule("use 1 to 64 letters, digits, - and _"),
-    ] = "0"
-    about: Annotated[dict[str, str], _About] = {}  # noqa: RUF012
-
-    @property
-    def segment_bytes(self) -> int:
-        """Bytes of a full segment, the unit of eviction."""
-        wanted = max(self.capacity // _SEGMENTS, min(_SEGMENT_BYTES, self.capacity // 4))
-        return min(wanted, _MAX_SEGMENT_BYTES) & ~4095
-
-    @property
-    def quota_bytes(self) -> int | None:
-        """Maximum bytes of one tenant's blocks, None for no limit."""
-        return int(self.tenant_share * self.capacity) if self.tenant_share < 1 else None

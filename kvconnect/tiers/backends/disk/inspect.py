@@ -16,14 +16,13 @@ from kvconnect.tiers.backends.base import PagePool
 from kvconnect.tiers.backends.disk.files import Directory, PageFile
 from kvconnect.tiers.backends.disk.folder import (
     LOCK,
-    MODEL,
     Folder,
     lock_folder,
     lock_holder,
     numbers_in,
-    read_format,
     segment_path,
 )
+from kvconnect.tiers.backends.disk.formats import MODEL, read_format
 from kvconnect.tiers.backends.disk.segment import (
     Segment,
     SegmentPath,

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from kvconnect.tiers.backends.base import PagePool
-from kvconnect.tiers.backends.disk.folder import DiskOptions, Folder, numbers_in
+from kvconnect.tiers.backends.disk.disk_options import DiskOptions
+from kvconnect.tiers.backends.disk.folder import Folder, numbers_in
 from kvconnect.tiers.backends.disk.record import LAST_SECOND, RecordHead, SegmentHead
 from kvconnect.tiers.backends.disk.segment import Segment, create_segment, open_segment
 from kvconnect.tiers.backends.disk.table import SLOTS, RecordRun, RecordTable

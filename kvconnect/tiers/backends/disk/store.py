@@ -24,8 +24,10 @@ from kvconnect.tiers.backends.base import (
     check_fingerprint,
     check_keys,
 )
+from kvconnect.tiers.backends.disk.disk_options import DiskOptions
 from kvconnect.tiers.backends.disk.files import MAX_PAYLOAD
-from kvconnect.tiers.backends.disk.folder import DiskOptions, Folder, write_format
+from kvconnect.tiers.backends.disk.folder import Folder
+from kvconnect.tiers.backends.disk.formats import write_format
 from kvconnect.tiers.backends.disk.log import SegmentLog
 from kvconnect.tiers.backends.disk.record import PAGE, index_bytes, pages_of
 from kvconnect.tiers.backends.disk.table import SLOTS, RecordTable
