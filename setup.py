@@ -28,7 +28,7 @@ KERNEL_SWITCH = "KVCONNECT_BUILD_KERNELS"
 STABLE = not sysconfig.get_config_var("Py_GIL_DISABLED")
 NATIVE = Extension(
     "kvconnect._native",
-    sources=[f"kvconnect/native/{name}.c" for name in ("native", "net", "pages")],
+    sources=[f"kvconnect/native/{name}.c" for name in ("native", "net", "pages", "relay")],
     depends=[f"kvconnect/native/{name}.h" for name in ("native", "pages", "vendor/xxhash")],
     define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
     py_limited_api=STABLE,

@@ -87,3 +87,43 @@ def digest_pages(
     memory: tuple[int, int], segments: array[int], phases: int, ids: array[int]
 ) -> bytes:
     """Return the XXH3-64 digest of every block. Arguments and errors as ``send_pages``."""
+
+class Relay:
+    """Passes streams of HTTP/1.1 chunks from engines to clients in a thread of its own.
+
+    Only whole chunks that are not the last are passed, as they are. At anything else the stream
+    comes back, with the bytes that were read from the engine and not sent. Both sockets are
+    duplicated. One thread uses an object.
+
+    A record of a stream is (key, reason, bytes of content, chunks, time.monotonic() when the
+    engine last sent something, the last two bytes of content, unsent, rest). ``unsent`` belongs to
+    chunks that count as passed, ``rest`` follows them. Reasons: ``ended`` (engine closed or
+    broken), ``full`` (the client does not take more, or is gone), ``bytes`` (something else than
+    a whole chunk), ``memory`` (none; bytes are lost), ``removed``.
+    """
+
+    def __init__(self, most_fd: int) -> None:
+        """``most_fd``: the highest descriptor that a duplicate may have. OSError without thread or
+        descriptors."""
+
+    def add(self, engine: int, client: int, events_only: bool) -> int:
+        """Relay from one socket to another; return the stream's key.
+
+        ``events_only``: a chunk must end with an event that is an object (``}`` and an empty line).
+        OSError for descriptors that cannot be duplicated or watched.
+        """
+
+    def take(self) -> tuple[int, str, int, int, float, bytes, bytes, bytes] | None:
+        """Return the record of a stream that came back, or None."""
+
+    def remove(self, key: int) -> tuple[int, str, int, int, float, bytes, bytes, bytes] | None:
+        """Take a stream away now; return its record, or None if it was returned already."""
+
+    def heard(self, key: int) -> float:
+        """Return when the engine last sent something; 0 for a stream that is not here."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while streams came back."""
+
+    def close(self) -> None:
+        """End the thread; forget all streams."""

@@ -119,6 +119,7 @@ KNOBS: dict[str, tuple[str, str]] = {
     "--pass-field": (_FLEET, "fields of an engine's own extensions"),
     "--forward-authorization": (_FLEET, "engines with keys of their own"),
     "--shared-cache": (_TENANTS, "clients that trust each other"),
+    "--no-relay": (_EVERYBODY, "to see whether a fault is of native code"),
     "--hit-headers": (_TENANTS, "telling hits tells of others' prompts"),
     "--receipts": (_TENANTS, "telling hits tells of others' prompts"),
     "--retention": (_TENANTS, "how long a client may take memory"),

@@ -322,9 +322,11 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, add_relay}, {0, NULL}};
+
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "kvconnect._native", "Byte loops of copy, store and network.", 0,
-    methods, NULL, NULL, NULL, NULL,
+    methods, slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

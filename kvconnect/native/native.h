@@ -20,4 +20,7 @@ PyObject *send_pages(PyObject *module, PyObject *args);
 PyObject *recv_pages(PyObject *module, PyObject *args);
 PyObject *digest_pages(PyObject *module, PyObject *args);
 
+/* Adds the class Relay to the module; -1 with an exception set. */
+int add_relay(PyObject *module);
+
 #endif

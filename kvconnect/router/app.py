@@ -26,6 +26,7 @@ from kvconnect.router import credentials, cross_origin
 from kvconnect.router.admin import make_admin
 from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.connections.relay import make_relay
 from kvconnect.router.credentials import (
     WatchedFiles,
     read_admin_token,
@@ -116,6 +117,7 @@ class RouterHandlers:
             self._fleet,
             self._metrics,
             self._client,
+            make_relay() if options.listening.relay else None,
             Admission(limits, self._metrics.queued),
             ClientConcurrency(limits.client_concurrent),
             BodyMemory("request bodies", body_memory, max(body_memory // 2, limits.body_bytes)),
@@ -137,6 +139,8 @@ class RouterHandlers:
         await self._services.draining_prefills.close()
         self._services.intake.close()
         self._client.close()
+        if self._services.relay is not None:
+            self._services.relay.close()
         await asyncio.to_thread(self._services.spans.close)
 
     async def stopping(self, app: web.Application) -> None:  # noqa: ARG002

@@ -161,6 +161,7 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
         api_key_file=path,
         allowed_origins=tuple(arguments.allowed_origin),
         isolate=not arguments.shared_cache,
+        relay=not arguments.no_relay,
         hit_headers=arguments.hit_headers,
         receipts=arguments.receipts,
         retention_s=arguments.retention,
@@ -227,6 +228,8 @@ def _add_listening(parser: argparse._ArgumentGroup) -> None:
     add("--forward-authorization", action="store_true", help=what)
     what = "clients with different keys may use each other's cached KV"
     add("--shared-cache", action="store_true", help=what)
+    what = "pass streams on in Python also where native code can do it"
+    add("--no-relay", action="store_true", help=what)
     what = "tell clients how much of a prompt engines are expected to have cached"
     add("--hit-headers", action="store_true", help=what)
     what = "tell clients where the tokens of their prompts came from, as the decode engine says"

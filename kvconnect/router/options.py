@@ -204,6 +204,7 @@ class Listening:
         isolate: clients with different keys share no cached KV.
         pass_fields: fields of requests that reach engines although no list of the router has them.
         forward_authorization: engines get the clients' ``Authorization`` header.
+        relay: streams pass from engines to clients in native code, where it is built.
         hit_headers: response headers tell how much of a prompt is expected to be cached.
         receipts: engines are asked where the tokens of a prompt came from.
         retention_s: longest time for which clients may have the blocks of a prompt retained, in
@@ -219,6 +220,7 @@ class Listening:
     api_key_file: str = ""
     allowed_origins: tuple[str, ...] = ()
     isolate: bool = True
+    relay: bool = True
     hit_headers: bool = False
     receipts: bool = False
     retention_s: float = 3600.0

@@ -17,9 +17,11 @@ from urllib.parse import urlsplit
 import httptools
 
 from kvconnect.errors import KVConnectError
+from kvconnect.router.connections.relay import Passage, RelayedStream, Returned
 
 _HIGH = 64 * 1024  # buffered bytes at which reading from the engine pauses
 _ONE_WRITE = 256 * 1024  # shorter bodies are sent with their head
+_LINE_END = b"\r\n"
 _MOST_HEAD = 64 * 1024  # bytes of a response's headers
 
 
@@ -74,6 +76,8 @@ class IncomingResponse:
         self.chunks: deque[bytes] = deque()
         self.keep = False  # the connection can be reused
         self.too_many = False  # a second response followed
+        self.between_chunks = False  # all that was received are whole chunks
+        self.relayable = True  # the relay has not given it back at once
         self._head = 0  # bytes of headers
         self.parser = httptools.HttpResponseParser(self)
 
@@ -119,6 +123,14 @@ class IncomingResponse:
             self.any_body = True
             self.chunks.append(body)
 
+    def on_chunk_header(self) -> None:
+        """httptools: the size of a chunk is known."""
+        self.between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        """httptools: a chunk is complete, but for what follows in the same data."""
+        self.between_chunks = True
+
     def on_message_complete(self) -> None:
         """httptools: the response is complete."""
         if not self.ended:
@@ -137,7 +149,9 @@ class Connection(asyncio.Protocol):
         self.response = IncomingResponse()  # the response to the last request
         self.response.ended = True  # no request was sent yet
         self._waiting: asyncio.Future[None] | None = None
-        self._forward: Callable[[bytes], bool] | None = None
+        self._passage: Passage | None = None
+        self._relayed: RelayedStream | None = None
+        self._whole_lines = False  # the last data ended a line
         self._broken: ConnectionLost | None = None
         self._paused = False
         self._heard = 0.0
@@ -152,6 +166,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """asyncio: data was received."""
         response, self._heard = self.response, time.monotonic()
+        self._whole_lines = data.endswith(_LINE_END)
         if response.ended:
             self._break("sent data without a request")
             return
@@ -162,9 +177,11 @@ class Connection(asyncio.Protocol):
             self._break(f"sent an invalid HTTP response: {error}")
         if response.too_many:
             self._break("sent more than one response")
-        if self._forward is not None and response.chunks and self._forward(response.body()):
+        passage = self._passage
+        if passage is not None and response.chunks and passage.forward(response.body()):
             response.chunks.clear()
             if not response.ended:
+                self._relay(passage)
                 return
         if not self._paused and sum(map(len, response.chunks)) > _HIGH:
             self._paused = True
@@ -175,6 +192,7 @@ class Connection(asyncio.Protocol):
         """asyncio: the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
+        self._stop_relaying()
         if error is None and self._broken is None:  # the engine closed it
             self.response.cut_off()
         kind = ClosedByEngine if self.response.any_bytes else ClosedEarly
@@ -211,12 +229,12 @@ class Connection(asyncio.Protocol):
         while not self.response.began:
             await self._wait_for_data()
 
-    async def readany(self, forward: Callable[[bytes], bool] | None = None) -> bytes:
+    async def readany(self, passage: Passage | None = None) -> bytes:
         """Return the received part of the body, at least one byte; empty at its end.
 
-        While this waits, data goes to ``forward`` directly from the callback, without waking a
-        task: waking one for each token took a fifth of a stream's CPU time. Data for which
-        ``forward`` returns False is returned here.
+        While this waits, data goes to ``passage`` directly from the callback, without waking a
+        task: waking one for each token took a fifth of a stream's CPU time. Whole chunks go through
+        the relay, if it has one. Data that it does not forward is returned here.
 
         Raises:
             ConnectionLost: the connection broke.
@@ -225,11 +243,14 @@ class Connection(asyncio.Protocol):
         while not response.chunks:
             if response.ended:
                 return b""
-            self._forward = forward
+            self._passage = passage
             try:
+                if passage is not None and self._broken is None:
+                    self._relay(passage)
                 await self._wait_for_data()
             finally:
-                self._forward = None
+                self._passage = None
+                self._stop_relaying()
         data = response.body()
         response.chunks.clear()
         if self._paused:
@@ -239,6 +260,7 @@ class Connection(asyncio.Protocol):
 
     def end_silent(self, since: float) -> None:
         """Give the request up if the engine has sent nothing since a time."""
+        self._ask_relay()
         if self._heard < since and not (self._paused or self.response.ended):
             self._break("sent nothing since it went down")
 
@@ -252,12 +274,14 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection at once."""
+        self._stop_relaying()
         self._transport.abort()
 
     def _listen(self, silence_s: float) -> None:
         """Check for silence, and set the next check. The timer outlives requests: most end long
         before it fires, so setting one per request would be waste."""
         now = time.monotonic()
+        self._ask_relay()
         if self._paused or self.response.ended:  # the router is not reading, or has no request open
             self._heard = now
         if now >= self._heard + silence_s and self.response.may_be_computing and self._healthy():
@@ -271,7 +295,38 @@ class Connection(asyncio.Protocol):
 
     def _break(self, why: str) -> None:
         self._broken = self._broken or ConnectionLost(why)
+        self._stop_relaying()
         self._transport.abort()
+
+    def _relay(self, passage: Passage) -> None:
+        """Leave the stream to the relay, if it is where the relay can go on."""
+        response = self.response
+        if not (response.between_chunks and self._whole_lines and response.relayable):
+            return
+        if not (self._paused or response.chunks or self._transport.is_closing()):
+            self._relayed = passage.relay(self._transport, self._came_back)
+
+    def _stop_relaying(self) -> None:
+        if self._relayed is not None:
+            self._relayed.stop()
+
+    def _ask_relay(self) -> None:
+        if self._relayed is not None:
+            self._heard = max(self._heard, self._relayed.heard)
+
+    def _came_back(self, returned: Returned) -> None:
+        """Go on where the relay ended."""
+        self._relayed = None
+        self._heard = max(self._heard, returned.heard)
+        # One whose chunks never come in one piece would go to and fro.
+        self.response.relayable = returned.chunks > 0
+        if self._broken is not None or self._transport.is_closing():
+            return
+        self._transport.resume_reading()
+        if returned.reason == "memory":
+            self._break("there was no memory for what it sent")
+        elif returned.rest:
+            self.data_received(returned.rest)
 
     async def _wait_for_data(self) -> None:
         if self._broken is not None:

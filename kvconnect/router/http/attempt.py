@@ -110,7 +110,7 @@ class Attempt:
             answer: bytes | None = None
             if call.streams:
                 await call.first_event()
-                async for _ in call.chunks(lambda _: False):
+                async for _ in call.chunks(None):
                     pass
             else:
                 answer = await call.read(self._room.take)

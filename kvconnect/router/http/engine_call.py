@@ -19,6 +19,7 @@ from kvconnect.router.connections.http1 import (
     request_head,
 )
 from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.connections.relay import Passage
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.http.admission import Busy
 from kvconnect.router.metrics import CallOutcome, RouterMetrics
@@ -218,10 +219,10 @@ class EngineCall:
             raise self._error(EngineResponse(status, "application/json", body))
         return begin
 
-    async def chunks(self, forward: Callable[[bytes], bool]) -> AsyncIterator[bytes]:
-        """Yield the rest of a stream as it arrives, except chunks that ``forward`` accepts."""
+    async def chunks(self, passage: Passage | None) -> AsyncIterator[bytes]:
+        """Yield the rest of a stream as it arrives, except what ``passage`` passes on itself."""
         with self._failures():
-            while chunk := await self._opened.readany(forward):
+            while chunk := await self._opened.readany(passage):
                 yield chunk
         self._outcome = CallOutcome.OK
 

@@ -63,7 +63,9 @@ class Exchange:
         self._api = api
         self._tenant = tenant
         named_events, hits = api.named_events, services.options.listening.hit_headers
-        self._reply = Reply(request, named_events=named_events, show_hits=hits)
+        self._reply = Reply(
+            request, named_events=named_events, show_hits=hits, relay=services.relay
+        )
         self._spans = services.spans.of(request)
         self._turn = turn  # number of the request
         self._received_at = time.monotonic()
@@ -266,7 +268,7 @@ class Exchange:
         self._no_deadline()
         try:
             await passing.write(first)
-            async for chunk in call.chunks(passing.forward):
+            async for chunk in call.chunks(passing):
                 await passing.write(chunk)
             if isinstance(passing, ReceiptStream):
                 self._spans.receipt(await passing.end())

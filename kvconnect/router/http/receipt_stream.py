@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
+from kvconnect.router.connections.relay import RelayedStream, Returned
 from kvconnect.router.fleet.receipts import AwaitedReceipt
 from kvconnect.router.http.reply import Reply
 from kvconnect.router.requests import engine_bodies
@@ -31,6 +35,12 @@ class ReceiptStream:
     def forward(self, chunk: bytes) -> bool:
         """See :meth:`Reply.forward`."""
         return not self._held and chunk.endswith(_EVENT_TAIL) and self._reply.forward(chunk)
+
+    def relay(
+        self, engine: asyncio.Transport, back: Callable[[Returned], None]
+    ) -> RelayedStream | None:
+        """See :meth:`Reply.relay`. What may be the last event comes back."""
+        return None if self._held else self._reply.relay(engine, back, events_only=True)
 
     async def end(self) -> Receipt:
         """Send the receipt and what was held back. Return the receipt, empty if it did not come, or

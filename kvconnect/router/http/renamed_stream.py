@@ -21,6 +21,9 @@ class RenamedStream:
         """See :meth:`Reply.forward`: ids are replaced in the request's task."""
         return False
 
+    def relay(self, *_: object) -> None:
+        """See :meth:`Reply.relay`: for the same reason, never."""
+
     async def end(self) -> None:
         """Send what was held back."""
         if rest := self._ids.rest():

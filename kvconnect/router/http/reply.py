@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from aiohttp import HttpVersion11, web
 
+from kvconnect.router.connections.relay import RelayedStream, Returned, StreamRelay
 from kvconnect.router.http.engine_call import EngineResponse
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.ranking import RankingReason
@@ -20,8 +21,17 @@ _ERROR_EVENT_S = 1.0  # time to send the error event to a client that does not r
 class Reply:
     """The response to one request. Runs in the request's own task."""
 
-    def __init__(self, request: web.Request, *, named_events: bool, show_hits: bool) -> None:
-        """``named_events``: SSE events have names. ``show_hits``: headers tell expected hits."""
+    def __init__(
+        self,
+        request: web.Request,
+        *,
+        named_events: bool,
+        show_hits: bool,
+        relay: StreamRelay | None,
+    ) -> None:
+        """``named_events``: SSE events have names. ``show_hits``: headers tell expected hits.
+        ``relay``: passes streams on where it can."""
+        self._relay = relay
         self._named_events, self._show_hits = named_events, show_hits
         self.choice: RoutingChoice | None = None  # shown in the response's headers
         self.stream: web.StreamResponse | None = None  # set once the stream has begun
@@ -65,15 +75,32 @@ class Reply:
 
     def forward(self, chunk: bytes) -> bool:
         """Send a chunk if that needs no wait; return whether it was sent."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
-            return False
-        assert self.stream is not None, "write() comes first"
-        if not self.stream.chunked:  # HTTP/1.0
+        transport = self._writable()
+        if transport is None:
             return False
         self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
         transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
         return True
+
+    def relay(
+        self,
+        engine: asyncio.Transport,
+        back: Callable[[Returned], None],
+        *,
+        events_only: bool = False,
+    ) -> RelayedStream | None:
+        """Leave the stream to the relay; see :class:`Passage` and :meth:`StreamRelay.start`."""
+        client = self._writable()
+        if client is None or self._relay is None:
+            return None
+
+        def returned(stream: Returned) -> None:
+            self._tail = stream.tail_after(self._tail)
+            if stream.unsent and not client.is_closing():
+                client.write(stream.unsent)
+            back(stream)
+
+        return self._relay.start(engine, client, returned, events_only=events_only)
 
     async def break_off(self, message: str) -> None:
         """End the stream with an error event in the engines' format."""
@@ -85,6 +112,14 @@ class Reply:
         except (TimeoutError, ConnectionError):  # the client does not read, or has disconnected
             if self._request.transport is not None:
                 self._request.transport.abort()
+
+    def _writable(self) -> asyncio.Transport | None:
+        """Return the client's transport if chunks can be written to it without a wait."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return None
+        assert self.stream is not None, "write() comes first"
+        return transport if self.stream.chunked else None  # HTTP/1.1
 
     def _headers(self, content_type: str) -> dict[str, str]:
         headers = {"Content-Type": content_type}

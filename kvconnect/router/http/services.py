@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.connections.relay import StreamRelay
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.receipts import OwedReceipts
 from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
@@ -27,6 +28,7 @@ class Services(NamedTuple):
     fleet: Fleet
     metrics: RouterMetrics
     client: ConnectionPool
+    relay: StreamRelay | None
     admission: Admission
     in_flight: ClientConcurrency
     bodies: BodyMemory

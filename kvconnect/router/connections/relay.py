@@ -1,0 +1,128 @@
+"""Streams that pass from an engine to a client without Python, in native code's thread
+(``native/relay.c``). Event loop only.
+
+The stream comes back when anything but a whole chunk arrives, when the client takes no more, and
+when its owner wants it. Python then goes on where the relay ended, so that ends, errors, receipts
+and slow clients are handled in one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from kvconnect._native import Relay
+
+_FILES_SHARE = 4  # every fourth descriptor is left to others than the relay
+
+
+class Returned(NamedTuple):
+    """A stream that came back; see ``_native.pyi``."""
+
+    key: int
+    reason: str
+    nbytes: int
+    chunks: int
+    heard: float
+    tail: bytes
+    unsent: bytes
+    rest: bytes
+
+    def tail_after(self, tail: bytes) -> bytes:
+        """Return the last two bytes of the stream, which were ``tail`` before."""
+        return (tail + self.tail[2 - min(2, self.nbytes) :])[-2:]
+
+
+class Passage(Protocol):
+    """What passes a stream on to a client."""
+
+    def forward(self, chunk: bytes) -> bool:
+        """Send a chunk if that needs no wait; return whether it was sent."""
+
+    def relay(
+        self, engine: asyncio.Transport, back: Callable[[Returned], None]
+    ) -> RelayedStream | None:
+        """Leave the stream to the relay if all that was received has been sent. ``back`` is called
+        when it comes back, before the loop does anything else with it."""
+
+
+class RelayedStream:
+    """A stream in the relay."""
+
+    def __init__(self, native: Relay, key: int, back: Callable[[int], None]) -> None:
+        self._native, self._key, self._back = native, key, back
+
+    @property
+    def heard(self) -> float:
+        """When the engine last sent something, by ``time.monotonic()``."""
+        return self._native.heard(self._key)
+
+    def stop(self) -> None:
+        """Have the stream back now, if it is still away."""
+        self._back(self._key)
+
+
+class StreamRelay:
+    """The relay of one router; :func:`make_relay` makes one."""
+
+    def __init__(self, native: Relay) -> None:
+        self._native = native
+        self._away: dict[int, Callable[[Returned], None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(
+        self,
+        engine: asyncio.Transport,
+        client: asyncio.Transport,
+        back: Callable[[Returned], None],
+        *,
+        events_only: bool,
+    ) -> RelayedStream | None:
+        """Relay a stream of chunks, at a boundary of chunks; None where that cannot be done.
+
+        ``events_only``: chunks that do not end with an event that is an object come back.
+        """
+        if engine.get_extra_info("sslcontext") or client.get_extra_info("sslcontext"):
+            return None
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._native.fileno(), self._take)
+        source, target = (each.get_extra_info("socket").fileno() for each in (engine, client))
+        engine.pause_reading()  # first: the two must not read at once
+        try:
+            key = self._native.add(source, target, events_only)
+        except OSError:  # no more descriptors
+            engine.resume_reading()
+            return None
+        self._away[key] = back
+        return RelayedStream(self._native, key, self._stop)
+
+    def close(self) -> None:
+        """End the thread. Streams that are away stay unfinished."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._native.fileno())
+        self._native.close()
+
+    def _take(self) -> None:
+        while (record := self._native.take()) is not None:
+            self._give(Returned(*record))
+
+    def _stop(self, key: int) -> None:
+        if key in self._away and (record := self._native.remove(key)) is not None:
+            self._give(Returned(*record))
+
+    def _give(self, returned: Returned) -> None:
+        self._away.pop(returned.key)(returned)
+
+
+def make_relay() -> StreamRelay | None:
+    """Return a relay; None where the extension is not built."""
+    try:
+        from kvconnect import _native
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return StreamRelay(_native.Relay(min(soft - soft // _FILES_SHARE, 2**31 - 1)))

@@ -1,0 +1,433 @@
+"""The relay in C: every byte of an engine's reaches the client once and in order, or comes back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect._native import Relay
+
+MANY = 1 << 16
+LAST = b"0\r\n\r\n"
+
+
+class Record(NamedTuple):
+    key: int
+    reason: str
+    nbytes: int
+    chunks: int
+    heard: float
+    tail: bytes
+    unsent: bytes
+    rest: bytes
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(content), content)
+
+
+class Line:
+    """A relay, and the four ends of a stream's two connections."""
+
+    def __init__(self, most_fd: int = MANY) -> None:
+        self.relay = Relay(most_fd)
+        self.engine, self.from_engine = socket.socketpair()
+        self.client, self.to_client = socket.socketpair()
+        self.ends = (self.engine, self.from_engine, self.client, self.to_client)
+        self.got = b""
+
+    def add(self, *, events_only: bool = False) -> int:
+        return self.relay.add(self.from_engine.fileno(), self.to_client.fileno(), events_only)
+
+    def back(self) -> Record:
+        """Wait until the stream comes back."""
+        record = None
+        while record is None:
+            assert select.select([self.relay.fileno()], [], [], 60)[0]
+            record = self.relay.take()
+        return Record(*record)
+
+    def reads(self, nbytes: int) -> bytes:
+        """Return the next bytes that the client gets."""
+        self.client.settimeout(60)
+        while len(self.got) < nbytes and (more := self.client.recv(1 << 20)):
+            self.got += more
+        found, self.got = self.got[:nbytes], self.got[nbytes:]
+        return found
+
+    def settle(self, nbytes: int) -> tuple[bytes, Record | None]:
+        """Wait until the client has ``nbytes`` or the stream is back; return both."""
+        returned = None
+        while len(self.got) < nbytes and returned is None:
+            ready, _, _ = select.select([self.client, self.relay.fileno()], [], [], 60)
+            assert ready
+            if self.client in ready:
+                self.got += self.client.recv(1 << 20)
+            if self.relay.fileno() in ready:
+                record = self.relay.take()
+                returned = None if record is None else Record(*record)
+        if returned is not None:
+            self.client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while True:
+                    self.got += self.client.recv(1 << 20)
+            self.client.setblocking(True)
+        found, self.got = self.got, b""
+        return found, returned
+
+
+@contextmanager
+def line(most_fd: int = MANY) -> Iterator[Line]:
+    made = Line(most_fd)
+    try:
+        yield made
+    finally:
+        made.relay.close()
+        for end in made.ends:
+            end.close()
+
+
+def whole_chunks(data: bytes) -> int:
+    """Return the bytes of the whole chunks at the beginning that are not the last."""
+    at = 0
+    while (end := data.find(b"\r\n", at)) >= 0:
+        size = int(data[at:end], 16)
+        if size == 0 or end + 2 + size + 2 > len(data):
+            break
+        at = end + 2 + size + 2
+    return at
+
+
+def passed(line: Line, pieces: list[bytes], *, forgets: bool = False) -> bytes:
+    """Send pieces as an engine, be the owner of what comes back, and return what the client got.
+
+    The owner collects what comes back until it ends a chunk, and then leaves the stream to the
+    relay again. ``forgets``: it loses what comes back.
+    """
+    client = owned = b""
+    key = None
+    for piece in filter(None, pieces):
+        if owned:
+            owned += piece
+            if whole_chunks(owned) == len(owned):
+                client, owned = client + owned, b""
+            continue
+        if key is None:
+            key = line.add()
+        line.engine.sendall(piece)
+        found, record = line.settle(len(piece))
+        client += found
+        if record is not None:
+            key = None
+            assert (record.reason, record.unsent) == ("bytes", b"")
+            assert whole_chunks(record.rest) == 0, "the relay kept less than it could pass"
+            owned = b"" if forgets else record.rest
+    return client + owned
+
+
+contents = st.binary(min_size=1, max_size=40)
+
+
+def in_pieces(stream: bytes, cuts: list[int]) -> list[bytes]:
+    at = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
+    return [stream[begin:end] for begin, end in itertools.pairwise(at)]
+
+
+@given(st.lists(contents, min_size=1, max_size=8), st.lists(st.integers(0, 400), max_size=6))
+def test_a_stream_in_any_pieces_passes_whole(said: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(map(chunk, said)) + LAST
+    with line() as ends:
+        assert passed(ends, in_pieces(stream, cuts)) == stream
+
+
+def test_control_an_owner_that_loses_what_comes_back_is_seen() -> None:
+    stream = chunk(b"hello") + chunk(b"world") + LAST
+    with line() as ends:
+        assert passed(ends, in_pieces(stream, [])) == stream
+        assert passed(ends, in_pieces(stream, []), forgets=True) != stream
+
+
+@given(st.lists(contents, max_size=4), st.binary(min_size=1, max_size=60))
+def test_what_is_no_chunk_comes_back_untouched(said: list[bytes], odd: bytes) -> None:
+    """Whatever an engine sends, a client gets whole chunks, and the owner all the rest."""
+    sent = b"".join(map(chunk, said)) + odd
+    with line() as ends:
+        ends.add()
+        ends.engine.sendall(sent)
+        found, record = ends.settle(len(sent))
+        assert found + (record.rest if record else b"") == sent
+        assert found == sent or record
+        for content in said:  # each is there, and nothing else is
+            assert found.startswith(chunk(content))
+            found = found.removeprefix(chunk(content))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *(
+            b"0\r\n\r\n",
+            b"5;a=b\r\nhello\r\n",
+            b"5\nhello\r\n",
+            b"5\r\nhello\n\n",
+            b" 5\r\nhello\r\n",
+        ),
+        *(
+            b"-5\r\nhello\r\n",
+            b"0x5\r\nhello\r\n",
+            b"00000005\r\nhello\r\n",
+            b"fffffff\r\nhello\r\n",
+        ),
+        *(b"\r\n", b"g\r\n", b"5\r\nhelloo\r\n", b"00\r\n\r\n", b"HTTP/1.1 200 OK\r\n"),
+    ],
+)
+def test_what_a_parser_must_judge_comes_back(odd: bytes) -> None:
+    with line() as ends:
+        ends.add()
+        ends.engine.sendall(chunk(b"a") + odd)
+        record = ends.back()
+        assert (record.reason, record.rest) == ("bytes", odd)
+        assert ends.reads(6) == chunk(b"a")
+        assert (record.chunks, record.nbytes) == (1, 1)
+
+
+def test_a_chunk_over_the_buffer_comes_back_and_the_rest_stays_with_the_engine() -> None:
+    large = chunk(bytes(200_000))
+    with line() as ends:
+        ends.engine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        sending = threading.Thread(target=ends.engine.sendall, args=(large,))
+        sending.start()
+        ends.add()
+        record = ends.back()
+        assert (record.reason, record.chunks) == ("bytes", 0)
+        rest = b""
+        while len(record.rest) + len(rest) < len(large):
+            rest += ends.from_engine.recv(1 << 20)
+        assert record.rest + rest == large
+        sending.join()
+
+
+def test_a_client_that_takes_no_more_is_its_owners() -> None:
+    with line() as ends:
+        ends.to_client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        ends.add()
+        ends.engine.setblocking(False)
+        one, sent, returned = chunk(bytes(1000)), 0, None
+        while returned is None:
+            with suppress(BlockingIOError):
+                sent += ends.engine.send(one) == len(one)
+            if select.select([ends.relay.fileno()], [], [], 0)[0]:
+                returned = ends.back()
+        assert returned.reason == "full"
+        stream = one * sent
+        left = len(stream) - len(returned.unsent) - len(returned.rest)
+        ends.from_engine.setblocking(False)
+        later = b""
+        with pytest.raises(BlockingIOError):
+            while True:
+                later += ends.from_engine.recv(1 << 20)
+        found = ends.reads(left - len(later))
+        assert found + returned.unsent + returned.rest + later == stream
+        # What is left of chunks that count as passed needs no frame any more.
+        assert whole_chunks(found + returned.unsent) == len(found + returned.unsent)
+        assert returned.nbytes == returned.chunks * 1000
+
+
+def test_a_client_that_is_gone_is_its_owners() -> None:
+    with line() as ends:
+        ends.add()
+        ends.client.close()
+        ends.engine.sendall(chunk(b"abc"))
+        record = ends.back()
+        assert (record.reason, record.unsent) == ("full", chunk(b"abc"))
+
+
+def test_an_engine_that_ends_is_its_owners() -> None:
+    with line() as ends:
+        ends.add()
+        ends.engine.sendall(chunk(b"abc") + chunk(b"d"))
+        assert len(ends.reads(14)) == 14
+        ends.engine.close()
+        record = ends.back()
+        assert (record.reason, record.unsent, record.rest) == ("ended", b"", b"")
+        assert (record.nbytes, record.chunks, record.tail) == (4, 2, b"cd")
+
+
+def test_with_events_only_other_chunks_come_back() -> None:
+    event, done = chunk(b'data: {"a":1}\n\n'), chunk(b"data: [DONE]\n\n")
+    with line() as ends:
+        ends.add(events_only=True)
+        ends.engine.sendall(event + event + done + LAST)
+        assert ends.back().rest == done + LAST
+        assert ends.reads(2 * len(event)) == event + event
+        ends.add(events_only=False)
+        ends.engine.sendall(done)
+        assert ends.reads(len(done)) == done, "the control"
+
+
+def test_a_number_that_is_given_out_again_is_never_served() -> None:
+    with line() as ends:
+        ends.add()
+        number = ends.to_client.fileno()
+        ends.to_client.close()
+        stranger, other = socket.socketpair()
+        assert number in (stranger.fileno(), other.fileno())
+        ends.engine.sendall(chunk(b"secret"))
+        assert ends.reads(11) == chunk(b"secret")
+        for end in (stranger, other):
+            end.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                end.recv(1)
+        stranger.close()
+        other.close()
+
+
+def test_what_was_taken_away_is_served_no_more() -> None:
+    with line() as ends:
+        key = ends.add()
+        ends.engine.sendall(chunk(b"a"))
+        assert ends.reads(6)
+        record = ends.relay.remove(key)
+        assert record is not None and Record(*record).reason == "removed"
+        assert Record(*record).heard > 0
+        ends.engine.sendall(chunk(b"b"))
+        assert ends.relay.remove(key) is None
+        assert ends.relay.heard(key) == 0
+        assert ends.from_engine.recv(6) == chunk(b"b"), "the relay has not read it"
+        assert ends.add() != key, "its place has another key"
+
+
+def test_what_came_back_can_be_removed_before_it_is_taken() -> None:
+    with line() as ends:
+        key = ends.add()
+        ends.engine.sendall(LAST)
+        assert select.select([ends.relay.fileno()], [], [], 60)[0]
+        record = ends.relay.remove(key)
+        assert record is not None and Record(*record).rest == LAST
+        assert ends.relay.take() is None
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_no_descriptor_is_left() -> None:
+    before = descriptors()
+    with line() as ends:
+        for _ in range(3):
+            ends.add()  # and is not taken back
+        ends.engine.sendall(LAST)
+    assert descriptors() == before
+
+
+def test_where_descriptors_are_short_nothing_is_relayed() -> None:
+    with line(most_fd=4) as ends:
+        before = descriptors()
+        with pytest.raises(OSError, match="Too many open files"):
+            ends.add()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            ends.relay.add(-1, ends.to_client.fileno(), False)
+        assert descriptors() == before
+
+
+def test_a_file_is_no_stream(tmp_path: Path) -> None:
+    file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    with line() as ends:
+        before = descriptors()
+        with pytest.raises(OSError, match="not permitted"):
+            ends.relay.add(file, ends.to_client.fileno(), False)
+        assert descriptors() == before
+    os.close(file)
+
+
+def test_a_closed_relay_takes_nothing() -> None:
+    with line() as ends:
+        ends.relay.close()
+        ends.relay.close()
+        assert ends.relay.take() is None
+        with pytest.raises(ValueError, match="closed"):
+            ends.add()
+
+
+class Crowd:
+    """Streams whose engines send while their owner takes them away and gives them back."""
+
+    def __init__(self, streams: int, chunks: int) -> None:
+        self.whole = b"".join(chunk(b"%d" % number) for number in range(chunks)) + LAST
+        self.relay = Relay(MANY)
+        self.lines = [(socket.socketpair(), socket.socketpair()) for _ in range(streams)]
+        self.got = [b""] * streams
+        self.away: dict[int, int] = {}  # key -> line
+        self.threads = [
+            threading.Thread(target=work, args=(at,))
+            for at in range(streams)
+            for work in (self._send, self._read)
+        ]
+
+    def _send(self, at: int) -> None:
+        for piece in self.whole.splitlines(keepends=True):
+            self.lines[at][0][0].sendall(piece)
+
+    def _read(self, at: int) -> None:
+        while not self.got[at].endswith(LAST):
+            self.got[at] += self.lines[at][1][0].recv(1 << 16)
+
+    def leave(self, at: int) -> None:
+        (_, source), (_, target) = self.lines[at]
+        self.away[self.relay.add(source.fileno(), target.fileno(), False)] = at
+
+    def own(self, record: Record) -> None:
+        """Go on as a parser would, to the end of a chunk."""
+        at = self.away.pop(record.key)
+        (_, source), (_, target) = self.lines[at]
+        rest = record.rest
+        while whole_chunks(rest) != len(rest) and not rest.endswith(LAST):
+            rest += source.recv(1)
+        target.sendall(record.unsent + rest)
+        if not rest.endswith(LAST):
+            self.leave(at)
+
+    def close(self) -> None:
+        self.relay.close()
+        for end in itertools.chain(*itertools.chain(*self.lines)):
+            end.close()
+
+
+def test_streams_that_come_and_go_beside_traffic_lose_nothing() -> None:
+    """What TSan looks at: streams are taken away while their engines send."""
+    draw, removed = random.Random(3), 0
+    crowd = Crowd(8, 300)
+    for at in range(len(crowd.lines)):
+        crowd.leave(at)
+    for thread in crowd.threads:
+        thread.start()
+    while crowd.away:
+        if (found := crowd.relay.take()) is not None:
+            crowd.own(Record(*found))
+        elif draw.random() < 0.2:
+            key = draw.choice(list(crowd.away))
+            assert crowd.relay.heard(key) > 0
+            found = crowd.relay.remove(key)
+            assert found is not None
+            removed += 1
+            crowd.own(Record(*found))
+        else:
+            select.select([crowd.relay.fileno()], [], [], 0.001)
+    for thread in crowd.threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert crowd.got == [crowd.whole] * len(crowd.lines)
+    assert removed > 0
+    crowd.close()

@@ -1,0 +1,292 @@
+"""Streams through the relay: bytes, ends, errors and waits are those of the path in Python."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.router.connections.relay import Returned, StreamRelay, make_relay
+from kvconnect.router.options import Listening
+from tests.fakes.engine import (
+    ASK,
+    DONE,
+    EVENTS,
+    Bench,
+    FakeEngine,
+    begin_stream,
+    bench,
+    on_loop,
+    prefills,
+    until,
+)
+
+STREAM = ASK | {"stream": True}
+LONG = b"data: " + b"x" * 2000 + b"\n\n"
+
+
+class Seen(list[Returned]):
+    """Streams that came back from relays."""
+
+    @property
+    def chunks(self) -> int:
+        return sum(each.chunks for each in self)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    found = Seen()
+    give = StreamRelay._give
+
+    def noted(relay: StreamRelay, returned: Returned) -> None:
+        found.append(returned)
+        give(relay, returned)
+
+    monkeypatch.setattr(StreamRelay, "_give", noted)
+    return found
+
+
+@asynccontextmanager
+async def router(answer: Any, *, relay: bool = True, **options: Any) -> AsyncIterator[Bench]:
+    listening = options.pop("listening", Listening(relay=relay))
+    engines = [FakeEngine(prefills)], [FakeEngine(answer)]
+    async with bench(*engines, listening=listening, **options) as made:
+        yield made
+
+
+def event(number: int) -> bytes:
+    return b'data: {"choices":[{"text":"%d"}]}\n\n' % number
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(content), content)
+
+
+def in_pieces(pieces: Sequence[bytes], end: bytes = b"") -> Any:
+    """Return an engine that sends a first event, then pieces of a chunked body as they are. With
+    ``end`` it sends this instead of a last chunk, and closes the connection."""
+
+    async def answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        stream = await begin_stream(request)
+        await stream.write(event(0))
+        transport = request.transport
+        assert transport is not None
+        for piece in pieces:
+            transport.write(piece)
+            for _ in range(4):  # so that others run
+                await asyncio.sleep(0)
+        if end:
+            transport.write(end)
+            transport.close()
+            return stream
+        await stream.write(DONE)
+        return stream
+
+    return answer
+
+
+async def answered(answer: Any, *, relay: bool, **options: Any) -> tuple[int, bytes]:
+    async with router(answer, relay=relay, **options) as made:
+        reply = await made.post(STREAM)
+    return reply.status, reply.body
+
+
+def cut(body: bytes, cuts: Sequence[int]) -> list[bytes]:
+    at = [0, *sorted(each % (len(body) + 1) for each in cuts), len(body)]
+    return [body[a:b] for a, b in itertools.pairwise(at) if a < b]
+
+
+@on_loop
+async def test_a_stream_goes_through_the_relay(seen: Seen) -> None:
+    pieces = [chunk(event(number)) for number in range(1, 20)]
+    expected = b"".join(map(event, range(20))) + DONE
+    assert await answered(in_pieces(pieces), relay=True) == (200, expected)
+    assert seen.chunks > 10
+    assert sum(each.nbytes for each in seen) > 10 * len(event(1))
+
+
+@on_loop
+async def test_without_it_the_bytes_are_the_same(seen: Seen) -> None:
+    pieces = [chunk(event(number)) for number in range(1, 20)]
+    expected = b"".join(map(event, range(20))) + DONE
+    assert await answered(in_pieces(pieces), relay=False) == (200, expected)
+    assert not seen
+
+
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    st.lists(st.integers(0, 10_000), max_size=10),
+)
+def test_every_split_is_the_same_as_in_python(sizes: list[int], cuts: list[int]) -> None:
+    contents = [b"data: " + b"x" * size + b"\n\n" for size in sizes]
+    body = b"".join(map(chunk, contents))
+
+    @on_loop
+    async def run() -> None:
+        expected = event(0) + b"".join(contents) + DONE
+        assert await answered(in_pieces(cut(body, cuts)), relay=True) == (200, expected)
+
+    run()
+
+
+@pytest.mark.parametrize("end", [b"5\r\nhe", b"zz\r\n", b"5;a\r\nhello\r\nxx", b"\x00"])
+@on_loop
+async def test_what_breaks_in_the_relay_ends_as_in_python(end: bytes, seen: Seen) -> None:
+    pieces = [chunk(event(number)) for number in range(1, 9)]
+    found = [await answered(in_pieces(pieces, end), relay=relay) for relay in (True, False)]
+    assert found[0] == found[1]
+    assert b"error" in found[0][1]
+    assert seen.chunks > 0
+
+
+@on_loop
+async def test_a_client_that_leaves_ends_the_engines_request(seen: Seen) -> None:
+    async def answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        stream = await begin_stream(request)
+        while True:
+            await stream.write(EVENTS[0])
+            await asyncio.sleep(0.001)
+
+    async with router(answer) as made:
+        async with made.client.post(made.url + "/v1/completions", json=STREAM) as reply:
+            for _ in range(50):
+                await reply.content.readline()
+        await until(lambda: made.decode[0].dropped == 1)
+        assert await made.metric("in_flight", role="decode", upstream=made.decode[0].url) == 0
+    assert seen.chunks > 0
+
+
+@on_loop
+async def test_an_engine_that_falls_silent_in_the_relay_is_given_up(seen: Seen) -> None:
+    async def answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        stream = await begin_stream(request)
+        for number in range(5):
+            await stream.write(event(number))
+            await asyncio.sleep(0.001)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with router(answer, silence_s=0.2) as made:
+        reply = await made.post(STREAM)
+        assert reply.body.startswith(b"".join(map(event, range(5))))
+        assert b"sent nothing for 0.2 seconds" in reply.body or b"was lost" in reply.body
+    assert seen[-1].reason == "removed"
+
+
+@on_loop
+async def test_what_passes_in_the_relay_is_heard(seen: Seen) -> None:
+    """A stream that takes longer than the silence that is allowed, without any that long. The
+    control is the test above."""
+
+    async def answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        stream = await begin_stream(request)
+        for number in range(40):
+            await stream.write(event(number))
+            await asyncio.sleep(0.05)
+        await stream.write(DONE)
+        return stream
+
+    async with router(answer, silence_s=1.0) as made:
+        reply = await made.post(STREAM)
+    assert reply.body == b"".join(map(event, range(40))) + DONE
+    assert seen.chunks > 30
+
+
+@on_loop
+async def test_a_client_that_does_not_read_holds_the_engine_back(seen: Seen) -> None:
+    """What it does not take stays in the sockets, and the rest with the engine."""
+    sent = 0
+
+    async def answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        nonlocal sent
+        stream = await begin_stream(request)
+        while sent < 10_000:
+            await stream.write(LONG)
+            sent += 1
+            await asyncio.sleep(0)
+        await stream.write(DONE)
+        return stream
+
+    async with router(answer) as made:
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with made.client.post(
+            made.url + "/v1/completions", json=STREAM, timeout=timeout
+        ) as reply:
+            await until(lambda: any(each.reason == "full" for each in seen))
+            assert sent < 10_000, "the engine waits"
+            body = await reply.read()
+        assert body == LONG * 10_000 + DONE
+    assert seen.chunks > 100
+
+
+@on_loop
+async def test_a_receipt_comes_before_the_end(seen: Seen) -> None:
+    """With receipts, the last event waits for them; what passes before it passes in the relay."""
+    pieces = [chunk(event(number)) for number in range(1, 20)]
+    async with router(in_pieces(pieces), listening=Listening(receipts=True)) as made:
+        reply = await made.post(STREAM)
+    assert reply.body == b"".join(map(event, range(20))) + DONE
+    assert not any(b"[DONE]" in each.unsent for each in seen)
+
+
+@on_loop
+async def test_http_1_0_is_not_relayed(seen: Seen) -> None:
+    async with router(in_pieces([chunk(event(1))] * 9)) as made:
+        host, port = made.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = b'{"model":"tiny","prompt":"a","stream":true}'
+        head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        answer = await reader.read()
+        writer.close()
+    assert answer.endswith(event(1) + DONE)
+    assert not seen
+
+
+@on_loop
+async def test_streams_at_the_same_time_keep_their_bytes_apart(seen: Seen) -> None:
+    async def answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        stream = await begin_stream(request)
+        for number in range(50):
+            await stream.write(event(int(body["prompt"]) * 1000 + number))
+            await asyncio.sleep(0)
+        await stream.write(DONE)
+        return stream
+
+    async with router(answer) as made:
+        asked = [made.post(STREAM | {"prompt": str(number)}) for number in range(20)]
+        replies = await asyncio.gather(*asked)
+    for number, reply in enumerate(replies):
+        events = (event(number * 1000 + each) for each in range(50))
+        assert reply.body == b"".join(events) + DONE
+    assert seen.chunks > 100
+
+
+def test_where_the_extension_is_not_built_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    relay = make_relay()
+    assert relay is not None
+    relay.close()
+    monkeypatch.setitem(sys.modules, "kvconnect._native", None)
+    monkeypatch.delattr("kvconnect._native", raising=False)
+    assert make_relay() is None
