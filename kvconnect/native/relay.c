@@ -103,7 +103,7 @@ static void release(Relay *relay, Stream *stream) {
 
 /* The thread ----------------------------------------------------------------------------------- */
 
-static int digit(char c) {
+static int hexadecimal(char c) {
     if (c >= '0' && c <= '9')
         return c - '0';
     c |= 0x20;
@@ -114,7 +114,7 @@ static int digit(char c) {
  * `body` gets where its content begins, `size` how long that is. Extensions are nobody's here. */
 static size_t whole_chunk(const char *text, size_t length, size_t *body, size_t *size) {
     size_t at = 0, value = 0;
-    for (int d; at < length && at <= MOST_DIGITS && (d = digit(text[at])) >= 0; at++)
+    for (int d; at < length && at <= MOST_DIGITS && (d = hexadecimal(text[at])) >= 0; at++)
         value = value * 16 + (size_t)d;
     if (at == 0 || at > MOST_DIGITS || value == 0 || length - at < 4 || value > length - at - 4)
         return 0;

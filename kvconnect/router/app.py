@@ -109,6 +109,7 @@ class RouterHandlers:
         )
         limits = options.limits
         body_memory = _body_memory_bytes(limits.body_bytes)
+        returns = partial(self._metrics.count, "relay_returns")
         self._tenants = Tenants(options.listening.api_keys, isolate=options.listening.isolate)
         self._admin_token = options.admin.token
         self._services = Services(
@@ -117,7 +118,7 @@ class RouterHandlers:
             self._fleet,
             self._metrics,
             self._client,
-            make_relay() if options.listening.relay else None,
+            make_relay(returns) if options.listening.relay else None,
             Admission(limits, self._metrics.queued),
             ClientConcurrency(limits.client_concurrent),
             BodyMemory("request bodies", body_memory, max(body_memory // 2, limits.body_bytes)),

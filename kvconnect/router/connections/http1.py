@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from kvconnect.errors import KVConnectError
-from kvconnect.router.connections.relay import Passage, RelayedStream, Returned
+from kvconnect.router.connections.relay import NO_MEMORY, Passage, RelayedStream, Returned
 
 _HIGH = 64 * 1024  # buffered bytes at which reading from the engine pauses
 _ONE_WRITE = 256 * 1024  # shorter bodies are sent with their head
@@ -323,7 +323,7 @@ class Connection(asyncio.Protocol):
         if self._broken is not None or self._transport.is_closing():
             return
         self._transport.resume_reading()
-        if returned.reason == "memory":
+        if returned.reason == NO_MEMORY:
             self._break("there was no memory for what it sent")
         elif returned.rest:
             self.data_received(returned.rest)

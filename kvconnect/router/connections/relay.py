@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 if TYPE_CHECKING:
     from kvconnect._native import Relay
 
+NO_MEMORY = "memory"  # reason of a return with which bytes were lost
 _FILES_SHARE = 4  # every fourth descriptor is left to others than the relay
 
 
@@ -68,8 +69,9 @@ class RelayedStream:
 class StreamRelay:
     """The relay of one router; :func:`make_relay` makes one."""
 
-    def __init__(self, native: Relay) -> None:
-        self._native = native
+    def __init__(self, native: Relay, count: Callable[[str], None]) -> None:
+        """``count``: is told of the reason for which a stream came back."""
+        self._native, self._count = native, count
         self._away: dict[int, Callable[[Returned], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -115,14 +117,15 @@ class StreamRelay:
             self._give(Returned(*record))
 
     def _give(self, returned: Returned) -> None:
+        self._count(returned.reason)
         self._away.pop(returned.key)(returned)
 
 
-def make_relay() -> StreamRelay | None:
+def make_relay(count: Callable[[str], None]) -> StreamRelay | None:
     """Return a relay; None where the extension is not built."""
     try:
         from kvconnect import _native
     except ImportError:
         return None
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return StreamRelay(_native.Relay(min(soft - soft // _FILES_SHARE, 2**31 - 1)))
+    return StreamRelay(_native.Relay(min(soft - soft // _FILES_SHARE, 2**31 - 1)), count)
