@@ -81,6 +81,12 @@ _REQUESTS = PanelRow(
             about="deadly: two engines crashed during one request, which is refused for a while.",
         ),
         Panel(
+            "Streams that native code gave back",
+            "reqps",
+            (Query(rate(router("relay_returns_total"), "reason"), "{{reason}}"),),
+            about="bytes: a last chunk or a part of one, as each stream has. full: slow clients.",
+        ),
+        Panel(
             "Fields of requests that were dropped",
             "reqps",
             (Query(rate(router("dropped_fields_total"), "field"), "{{field}}"),),
