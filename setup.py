@@ -32,7 +32,8 @@ NATIVE = Extension(
     depends=[f"kvconnect/native/{name}.h" for name in ("native", "pages", "vendor/xxhash")],
     define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
     py_limited_api=STABLE,
-    extra_compile_args=["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
+    extra_link_args=["-pthread"],  # a library of its own before glibc 2.34
+    extra_compile_args=["-pthread", "-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"],
 )
 
 

@@ -31,6 +31,7 @@ SDIST_HAS = (r"pyproject\.toml", r"setup\.py", r"README\.md", r"LICENSE", r"kvco
 NAME = re.compile(r"kvconnect-[^-]+-cp311-abi3-manylinux_2_(\d+)_(x86_64|aarch64)\.whl")
 MACHINES = {"x86_64": 62, "aarch64": 183}  # as ELF numbers them
 _GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
+_PARTS_OF_GLIBC = {"libc.so.6", "libpthread.so.0"}
 _LIBRARY = re.compile(rb"\0(lib[\w+.-]+\.so[\w.]*)(?=\0)")
 NOWHERE = r"(^|/)(tests?|benchmarks|\.venv.*|build|shared)/"  # in a wheel
 
@@ -76,7 +77,7 @@ def check_library(name: str, library: bytes, glibc: int, machine: str) -> list[s
     newest = max((int(found) for found in _GLIBC.findall(library)), default=0)
     if newest > glibc:
         wrong.append(f"has {name} that needs glibc 2.{newest}")
-    others = {found.decode() for found in _LIBRARY.findall(library)} - {"libc.so.6"}
+    others = {found.decode() for found in _LIBRARY.findall(library)} - _PARTS_OF_GLIBC
     return wrong + [f"has {name} that needs {each}" for each in sorted(others)]
 
 

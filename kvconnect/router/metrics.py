@@ -123,40 +123,41 @@ class RouterMetrics:
         self._families: dict[str, Any] = {
             row.name: _metric(row, self.registry) for row in ROUTER_CATALOG
         }
+        self._found: dict[tuple[str, ...], Any] = {}  # the library checks labels at each look-up
         self._ranks = _Ranks(self._families["tokens_in_flight"], self._families["foreign_tokens"])
         _create_series(self._families)
 
     def request(self, chosen: tuple[Mode, RoutingReason] | None, outcome: RequestOutcome) -> None:
         """Count a client's request that ended; ``chosen``: None before a mode was chosen."""
         mode, reason = (chosen[0].value, chosen[1].value) if chosen else _NO_MODE
-        self._families["requests"].labels(mode, reason, outcome.value).inc()
+        self._series("requests", mode, reason, outcome.value).inc()
 
     def chosen(self, choice: RoutingChoice) -> None:
         """Count the choice of an attempt's engines."""
         for role, target_choice in ((Role.PREFILL, choice.prefill), (Role.DECODE, choice.decode)):
             if isinstance(target_choice, TargetChoice):
-                self._families["picks"].labels(role.value, target_choice.why.value).inc()
+                self._series("picks", role.value, target_choice.why.value).inc()
 
     def call_began(self, role: Role, url: str) -> None:
         """Count a request to an engine as in flight."""
-        self._families["in_flight"].labels(role.value, url).inc()
+        self._series("in_flight", role.value, url).inc()
 
     def call_ended(self, role: Role, url: str, outcome: CallOutcome) -> None:
         """Count a request to an engine that ended."""
-        self._families["in_flight"].labels(role.value, url).dec()
-        self._families["upstream_requests"].labels(role.value, url, outcome.value).inc()
+        self._series("in_flight", role.value, url).dec()
+        self._series("upstream_requests", role.value, url, outcome.value).inc()
 
     def retry(self, role: Role, cause: Cause) -> None:
         """Count another attempt, after the request to an engine of ``role`` failed."""
-        self._families["retries"].labels(role.value, cause).inc()
+        self._series("retries", role.value, cause).inc()
 
     def count(self, row: str, *labels: str) -> None:
         """Increment the counter ``row``."""
-        self._families[row].labels(*labels).inc()
+        self._series(row, *labels).inc()
 
     def up(self, role: Role, url: str, *, up: bool) -> None:
         """Record whether an engine is up."""
-        self._families["upstream_up"].labels(role.value, url).set(up)
+        self._series("upstream_up", role.value, url).set(up)
 
     def tokens(self, engines: Iterable[EngineLoads]) -> None:
         """Set the gauges that change only on a scrape: tokens of every rank, and imbalance."""
@@ -166,13 +167,13 @@ class RouterMetrics:
             self._ranks.set(role.value, url, ranks)
         for role, totals in loads.items():
             mean = sum(totals) / max(1, len(totals))
-            self._families["imbalance"].labels(role.value).set(max(totals) / mean if mean else 1)
+            self._series("imbalance", role.value).set(max(totals) / mean if mean else 1)
 
     def hit(self, expected: int, found: int | None) -> None:
         """Count expected and found cached tokens; ``found``: None if the engine does not tell."""
         if found is not None:
-            self._families["hit_tokens"].labels("expected").inc(expected)
-            self._families["hit_tokens"].labels("found").inc(found)
+            self._series("hit_tokens", "expected").inc(expected)
+            self._series("hit_tokens", "found").inc(found)
 
     def queued(self, number: int) -> None:
         """Set the number of waiting requests."""
@@ -180,11 +181,11 @@ class RouterMetrics:
 
     def added(self, mode: Mode, seconds: float) -> None:
         """Record the time that the router added to an attempt."""
-        self._families["added_latency_seconds"].labels(mode.value).observe(seconds)
+        self._series("added_latency_seconds", mode.value).observe(seconds)
 
     def first_byte(self, mode: Mode, seconds: float) -> None:
         """Record the time to the first byte of a stream."""
-        self._families["ttft_seconds"].labels(mode.value).observe(seconds)
+        self._series("ttft_seconds", mode.value).observe(seconds)
 
     def add_engine(self, role: Role, url: str) -> None:
         """Create the series of an engine, at 0."""
@@ -196,7 +197,15 @@ class RouterMetrics:
         """Remove the series of an engine."""
         for name, labels in _engine_series(role, url):
             self._families[name].remove(*labels)
+            self._found.pop((name, *labels), None)
         self._ranks.set(role.value, url, ())
+
+    def _series(self, *name_and_labels: str) -> Any:
+        found = self._found.get(name_and_labels)
+        if found is None:
+            name, *labels = name_and_labels
+            found = self._found[name_and_labels] = self._families[name].labels(*labels)
+        return found
 
 
 _CLASSES = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}

@@ -178,11 +178,12 @@ class Connection(asyncio.Protocol):
         if response.too_many:
             self._break("sent more than one response")
         passage = self._passage
-        if passage is not None and response.chunks and passage.forward(response.body()):
+        # The last piece goes to the task in any case, which sends it and the end at once.
+        going_on = passage is not None and response.chunks and not response.ended
+        if passage is not None and going_on and passage.forward(response.body()):
             response.chunks.clear()
-            if not response.ended:
-                self._relay(passage)
-                return
+            self._relay(passage)
+            return
         if not self._paused and sum(map(len, response.chunks)) > _HIGH:
             self._paused = True
             self._transport.pause_reading()

@@ -219,6 +219,11 @@ class EngineCall:
             raise self._error(EngineResponse(status, "application/json", body))
         return begin
 
+    @property
+    def ended(self) -> bool:
+        """Whether the whole response has arrived."""
+        return self._opened.response.ended
+
     async def chunks(self, passage: Passage | None) -> AsyncIterator[bytes]:
         """Yield the rest of a stream as it arrives, except what ``passage`` passes on itself."""
         with self._failures():

@@ -269,7 +269,10 @@ class Exchange:
         try:
             await passing.write(first)
             async for chunk in call.chunks(passing):
-                await passing.write(chunk)
+                if passing is self._reply:
+                    await self._reply.write(chunk, last=call.ended)
+                else:  # something may follow
+                    await passing.write(chunk)
             if isinstance(passing, ReceiptStream):
                 self._spans.receipt(await passing.end())
             elif isinstance(passing, RenamedStream):

@@ -18,6 +18,12 @@ _EVENT_END = b"\n\n"
 _ERROR_EVENT_S = 1.0  # time to send the error event to a client that does not read
 
 
+class _Stream(web.StreamResponse):
+    """A stream whose head is sent with its first event."""
+
+    _send_headers_immediately = False
+
+
 class Reply:
     """The response to one request. Runs in the request's own task."""
 
@@ -58,7 +64,7 @@ class Reply:
         Raises:
             ConnectionError: the client has disconnected; also raised by :meth:`write`.
         """
-        stream = web.StreamResponse(headers={**self._headers(content_type), **headers})
+        stream = _Stream(headers={**self._headers(content_type), **headers})
         if self._request.version >= HttpVersion11:
             stream.enable_chunked_encoding()
         else:
@@ -67,11 +73,12 @@ class Reply:
         self.stream, self.status = stream, stream.status
         return stream
 
-    async def write(self, chunk: bytes) -> None:
-        """Send a chunk of the stream; wait while the client does not read."""
+    async def write(self, chunk: bytes, *, last: bool = False) -> None:
+        """Send a chunk of the stream, and its end with the last one; wait while the client does not
+        read."""
         assert self.stream is not None, "begin() comes first"
         self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
-        await self.stream.write(chunk)
+        await (self.stream.write_eof(chunk) if last else self.stream.write(chunk))
 
     def forward(self, chunk: bytes) -> bool:
         """Send a chunk if that needs no wait; return whether it was sent."""
