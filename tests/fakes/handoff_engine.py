@@ -49,6 +49,7 @@ class Engine:
     model: str = "tiny"
     weights: str = "tiny"
     digest: str = "full"
+    row: int = ROW
     port: SharedPort | None = None  # of its process; it listens at number ``listen``
     listen: int = 0
     caches: list[torch.Tensor] = field(default_factory=list)
@@ -65,12 +66,12 @@ class Engine:
 
     def _start(self, rank: int) -> None:
         blocks, heads = TOKENS // self.block + 4, HEADS // self.tp
-        area = torch.zeros(LAYERS * blocks * heads * self.block * ROW)
-        shape = (LAYERS, blocks, self.block, heads, ROW)
+        area = torch.zeros(LAYERS * blocks * heads * self.block * self.row)
+        shape = (LAYERS, blocks, self.block, heads, self.row)
         if self.nhd:
             cache = area.view(shape).permute(0, 1, 3, 2, 4)
         else:
-            cache = area.view(LAYERS, blocks, heads, self.block, ROW)
+            cache = area.view(LAYERS, blocks, heads, self.block, self.row)
         pages = tuple(
             layer_pages(
                 f"layer{i}",
@@ -87,7 +88,7 @@ class Engine:
             layers=[page.name for page in pages],
             kv_heads=HEADS,
             heads=heads,
-            row_bytes=4 * ROW,
+            row_bytes=4 * self.row,
             order="NHC" if self.nhd else "HNC",
             splittable=True,
         )
@@ -132,12 +133,12 @@ class Engine:
         """What all ranks together hold of a request: [layers, tokens, heads, ROW]."""
         parts = [cache[:, list(table)] for cache in self.caches]
         whole = torch.cat(parts, dim=2).permute(0, 1, 3, 2, 4)
-        return whole.reshape(LAYERS, -1, HEADS, ROW)[:, :tokens]
+        return whole.reshape(LAYERS, -1, HEADS, self.row)[:, :tokens]
 
     def fill(self, table: array[int], seed: int) -> None:
         """Write random KV of a request into all ranks' blocks."""
         torch.manual_seed(seed)
-        whole = torch.randn(LAYERS, len(table), HEADS, self.block, ROW)
+        whole = torch.randn(LAYERS, len(table), HEADS, self.block, self.row)
         share = HEADS // self.tp
         for rank, cache in enumerate(self.caches):
             cache[:, list(table)] = whole[:, :, rank * share : (rank + 1) * share]

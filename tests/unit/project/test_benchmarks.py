@@ -248,6 +248,13 @@ def test_transport(run: Any) -> None:
     assert shown("transport") <= found.keys()
 
 
+@pytest.mark.smokes("handoff_beside")
+def test_handoff_beside(run: Any) -> None:
+    found = run("handoff_beside", "--rounds", "1", HANDOFFS=3)
+    assert found["shared_gbps_alone"] == 0 < found["shared_gbps_beside"]
+    assert found["p99_beside_over_elsewhere"] > 0
+
+
 @pytest.mark.smokes("plan")
 def test_plan(run: Any) -> None:
     small = {"PROMPT_BLOCKS": 256, "PROMPTS": 8, "SLOTS": 8 * 256, "RUNNING": 16}

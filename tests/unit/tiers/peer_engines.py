@@ -14,7 +14,7 @@ import pytest
 from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.cache.keys import block_key
 from kvconnect.offload.host_arena import HostArena
-from kvconnect.settings import check_struct
+from kvconnect.settings import DigestMode, check_struct
 from kvconnect.settings.sharing import PeerSettings
 from kvconnect.tiers import SHARED
 from kvconnect.tiers.backends import BlockOutcome
@@ -61,11 +61,13 @@ class Engine:
         transport: str = "tcp",
         key: bytes = b"k" * 16,
         port: SharedPort | None = None,
+        slots: int = SLOTS,
+        digest: DigestMode = "full",
         **settings: object,
     ) -> None:
         nbytes = sum(unit.nbytes for unit in chain(*layouts[0]))
         slot_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.host = HostArena(SLOTS, slot_bytes, "full")
+        self.host = HostArena(slots, slot_bytes, digest)
         layout = xxhash.xxh3_128_digest(repr(layouts).encode())
         blocks = SharedBlocks(self.host, layouts, name, layout)
         here = {"listen": "127.0.0.1:0", "same_machine": "network"}
