@@ -20,13 +20,16 @@ HELPERS = {"prefill_config", "decode_config"}
 """Of tests, which have settings of their own."""
 ELSEWHERE = {
     ("copy_model.py", "wait_s"),
+    ("handoff_beside.py", "digest"),
+    ("handoff_beside.py", "listen"),
     ("plan.py", "deadline_s"),
     ("scheduler_ops.py", "deadline_s"),
     ("scheduler_ops.py", "wait_s"),
     ("sharing.py", "listen"),
     ("transport.py", "connections"),
 }
-"""Arguments of a planner, an address of peers, and a figure: names of settings, but none."""
+"""Arguments of a planner, addresses of peers, a figure, and what is the default where settings are
+read: names of settings, but none."""
 
 
 def settings_of(source: str) -> Iterator[tuple[str, str]]:

@@ -64,7 +64,7 @@ def test_a_service_that_nobody_serves_is_refused_and_others_go_on(
         assert down.reason == f"refused by the other side: {NOT_SERVED}"  # the dialler knows why
         pages_move(reader, source)  # the control: a service that is served
     assert any(
-        record.name.endswith("listener") and NOT_SERVED in record.message
+        record.name.endswith("rejection_log") and NOT_SERVED in record.message
         for record in caplog.records
     )
 
