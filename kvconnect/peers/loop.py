@@ -59,6 +59,7 @@ class PeerLoop:
     def stop(self) -> None:
         """Take no event any more; :meth:`join` waits for the last one."""
         self._closed.set()
+        self._transport.wake()
 
     def join(self) -> None:
         """Wait for the thread, for a few seconds at most."""

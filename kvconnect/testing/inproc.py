@@ -133,6 +133,9 @@ class InprocTransport(Transport):
             self._carry_out(end)
         return self._events.drain(timeout)
 
+    def wake(self) -> None:
+        self._events.wake()
+
     def cancel(self, peer: PeerId, read_id: int) -> None:
         with self._network.lock:
             end = self._ends.get(peer)

@@ -372,6 +372,22 @@ def check_end(make: Make, path: str) -> None:
             require(kinds(side, peer)[-1] is PeerDown, "something happened after PeerDown")
 
 
+def check_wake(make: Make, path: str) -> None:
+    """``wake`` ends the poll that waits, or else the next one; a poll without one waits."""
+    with pair(make, path) as link:
+        transport, started = link.reader.transport, time.monotonic()
+        transport.wake()
+        transport.poll(_PATIENCE_S)
+        timer = threading.Timer(_POLL_S, transport.wake)
+        timer.start()
+        transport.poll(_PATIENCE_S)
+        timer.join()
+        require(time.monotonic() - started < _PATIENCE_S, "a poll was not woken")
+        started = time.monotonic()
+        transport.poll(_POLL_S)
+        require(time.monotonic() - started >= _POLL_S / 2, "a poll did not wait")
+
+
 def check_close(make: Make, path: str) -> None:
     """``close`` informs the other side, may be called twice, and frees the address."""
     with pair(make, path) as link:
@@ -394,6 +410,7 @@ CHECKS: tuple[Callable[[Make, str], None], ...] = (
     check_cancel_by_source,
     check_unasked,
     check_disconnect,
+    check_wake,
     check_end,
     check_close,
 )

@@ -270,6 +270,10 @@ class Transport(ABC):
         """Return new events, waiting up to ``timeout`` seconds for the first."""
 
     @abstractmethod
+    def wake(self) -> None:
+        """Let the poll that waits return, or else the next one. For any thread."""
+
+    @abstractmethod
     def cancel(self, peer: PeerId, read_id: int) -> None:
         """End a read: drop what is queued for it and discard what still arrives.
 

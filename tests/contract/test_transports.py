@@ -128,6 +128,25 @@ class Rude(InprocTransport):
             orders.rotate(1)
 
 
+class Sleepy(InprocTransport):
+    """Sleeps through being woken."""
+
+    def wake(self) -> None: ...
+
+
+class Sleepless(InprocTransport):
+    """Once woken, never waits again."""
+
+    woken = False
+
+    def poll(self, timeout: float) -> list[Event]:
+        return super().poll(0.0 if self.woken else timeout)
+
+    def wake(self) -> None:
+        self.woken = True
+        super().wake()
+
+
 @pytest.mark.parametrize(
     ("make", "check"),
     [
@@ -141,6 +160,8 @@ class Rude(InprocTransport):
         (Deaf, checks.check_cancel_by_source),
         (Forgiving, checks.check_unasked),
         (Rude, checks.check_disconnect),
+        (Sleepy, checks.check_wake),
+        (Sleepless, checks.check_wake),
         (Talkative, checks.check_end),
     ],
 )

@@ -74,6 +74,9 @@ class NixlTransport(Transport):
     def poll(self, timeout: float) -> list[Event]:
         return self._tcp.poll(timeout)
 
+    def wake(self) -> None:
+        self._tcp.wake()
+
     def cancel(self, peer: PeerId, read_id: int) -> None:
         self._tcp.cancel(peer, read_id)
 

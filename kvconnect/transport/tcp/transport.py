@@ -138,6 +138,9 @@ class TcpTransport(Transport):
             raise TransferFailed(DIED)
         return self._shared.events.drain(timeout)
 
+    def wake(self) -> None:
+        self._shared.events.wake()
+
     def cancel(self, peer: PeerId, read_id: int) -> None:
         found = self._peers.get(peer)
         if found:

@@ -254,6 +254,7 @@ class FakeTransport(Transport):
         self.engine = engine
         self.ends: dict[PeerId, End] = {}
         self.events: deque[Event] = deque()
+        self.woken = False
         self.where: tuple[str, int] | None = None
         self._last = 0
 
@@ -286,10 +287,14 @@ class FakeTransport(Transport):
 
     def poll(self, timeout: float) -> list[Event]:
         assert Task.running is not None
-        Task.running.wait("poll", lambda: bool(self.events), timeout)
+        Task.running.wait("poll", lambda: bool(self.events) or self.woken, timeout)
+        self.woken = False
         events = list(self.events)
         self.events.clear()
         return events
+
+    def wake(self) -> None:
+        self.woken = True
 
     def cancel(self, peer: PeerId, read_id: int) -> None:
         self.engine.world.pause()
