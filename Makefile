@@ -1,4 +1,6 @@
 # make test           everything CI runs: lint, types, unit tests, tests with real engines
+# make test-units     only the unit tests; test-project, test-contract, test-schedulers and
+#                     test-engines are the other parts, each with vLLM's environment
 # make test-sglang    only those with SGLang, which has an environment of its own
 # make demo           multi-turn conversations on a real engine, with and without KVConnect, in an
 #                     environment of its own (.venv-demo)
@@ -40,6 +42,9 @@ OUTSIDE_ARGS ?=
 # On a machine whose load nobody knows, a test that fails is run once more. The report lists it as
 # RERUN: it is a defect of the test or of what it tests, and is mended as such.
 RERUN := --reruns=1 --rerun-show-tracebacks -raR
+# The halves of the unit tests, about as long as one another.
+UNITS := test-units-1 test-units-2
+FIRST_HALF := tests/unit/doctor tests/unit/peers tests/unit/router tests/unit/tiers
 BIN := .venv/bin
 READY := .venv/.ready
 SGLANG_BIN := .venv-sglang/bin
@@ -56,7 +61,7 @@ SOURCES := scripts/setup pyproject.toml $(wildcard requirements/*.lock setup.py 
 export PYTHONPATH := $(CURDIR)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup setup-sglang test test-engines test-units test-sglang demo demo-sglang bench bench-sglang bench-serve models outside outside-quick docs gpu fuzz sanitize wheels release lock clean
+.PHONY: setup setup-sglang test test-engines test-units $(UNITS) test-project test-contract test-schedulers test-sglang demo demo-sglang bench bench-sglang bench-serve models outside outside-quick docs gpu fuzz sanitize wheels release lock clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -87,7 +92,8 @@ test: $(READY)
 	$(call part,mypy,mypy)
 ifeq ($(PYTEST_ARGS),)
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=line \
-	  test-engines setup-sglang test-units test-sglang outside-quick sanitize
+	  test-engines setup-sglang $(UNITS) test-project test-contract test-schedulers test-sglang \
+	  outside-quick sanitize
 else
 	$(call part,pytest,pytest $(PYTEST_ARGS))
 endif
@@ -97,8 +103,30 @@ endif
 test-engines: $(READY)
 	$(call part,pytest tests/engines,pytest tests/engines --durations=20 $(RERUN))
 
+# Half of the time unit tests wait: for sockets, threads and processes that they have started. So two
+# halves run beside one another.
 test-units: $(READY)
-	$(call part,pytest,pytest --ignore=tests/engines --durations=20 $(RERUN))
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=line $(UNITS)
+
+test-units-1: $(READY)
+	$(call part,pytest $(FIRST_HALF),pytest $(FIRST_HALF) --durations=20 $(RERUN))
+
+test-units-2: $(READY)
+	$(call part,pytest the other units,pytest tests/unit --ignore=tests/unit/project \
+	  $(FIRST_HALF:%=--ignore=%) --durations=20 $(RERUN))
+
+# The repository rather than the package: its pages, benchmarks and scripts, and what compilers, type
+# checkers and pytest say of parts of it.
+test-project: $(READY)
+	$(call part,pytest tests/unit/project,pytest tests/test_architecture.py tests/unit/project \
+	  tests/toolchain --durations=20 $(RERUN))
+
+# Servers that others wrote, and what needs a GPU: skipped where there is none.
+test-contract: $(READY)
+	$(call part,pytest tests/contract,pytest tests/contract tests/gpu --durations=20 $(RERUN))
+
+test-schedulers: $(READY)
+	$(call part,pytest tests/schedulers,pytest tests/schedulers --durations=20 $(RERUN))
 
 test-sglang: $(SGLANG_READY)
 	$(call part,pytest tests/sglang,scripts/in-netns $(SGLANG_BIN)/python -m pytest tests/sglang \

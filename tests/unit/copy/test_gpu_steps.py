@@ -54,6 +54,6 @@ def test_every_step_is_run_by_a_test() -> None:
     kinds = {"tests-*" if name.startswith("tests-") else name for name in others}
     assert kinds == BY_OTHERS.keys()
     assert len(MEASUREMENTS) >= 12
-    tests = Path(__file__).resolve().parents[1]
+    tests = Path(__file__).resolve().parents[2]
     for file in BY_OTHERS.values():
         assert any(tests.rglob(file)), file

@@ -24,6 +24,7 @@ from kvconnect.errors import Misuse
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.index import PENDING, HostIndex
 from kvconnect.peers.dialling import Dialler
+from kvconnect.peers.sessions import HELLO_TIMEOUT_S
 from kvconnect.settings import DigestMode
 from kvconnect.tiers import LookupRequest, TierPlan
 from kvconnect.tiers.peers.fetching import Reads, _OpenRead
@@ -281,6 +282,24 @@ def two(digest: DigestMode, same_machine: SameMachine = "network") -> tuple[Worl
     world.play()
     source, reader = world.engines
     return world, source, reader
+
+
+@pytest.mark.parametrize("still", [True, False])
+def test_who_stands_still_may_say_no_hello(still: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control runs, and says nothing."""
+    world = World([WHOLE, WHOLE], "off", "network", Counter())
+    source, _ = world.engines
+    source.frozen = still
+    if not still:
+        monkeypatch.setattr(source.network, "submit", lambda _: None)
+    for _ in range(9):
+        world.pass_time(HELLO_TIMEOUT_S / 4)
+        world.go(100)
+    monkeypatch.undo()
+    said = f"hung up: no hello within {HELLO_TIMEOUT_S:g} s"
+    assert world.seen[said]
+    assert {str(error) for error in world.errors} == (set() if still else {f"it {said}"})
+    world.end()
 
 
 def test_a_block_whose_bytes_changed_is_not_read() -> None:

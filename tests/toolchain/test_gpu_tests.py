@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 
 from tests.gpu.pretended import FAIL, FILES_LEFT_OUT, LEFT_OUT, collected, not_run
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(folder: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ from scripts.engine_api.uses import uses_of
 vllm = pytest.importorskip("vllm")
 pytest.importorskip("mypy")
 
-DIGESTS = Path(__file__).resolve().parents[2] / "engine_api"
+DIGESTS = Path(__file__).resolve().parents[1] / "engine_api"
 FIX = "see docs/engine-versions.md; is the digest older than what KVConnect uses?"
 
 
