@@ -73,10 +73,17 @@ class Engine(asyncio.Protocol):
     def __init__(self, tokens: int, every_s: float) -> None:
         self._tokens, self._every_s = tokens, every_s
         self._have = b""
+        self._held_back = False  # by a client that does not read
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+
+    def pause_writing(self) -> None:
+        self._held_back = True
+
+    def resume_writing(self) -> None:
+        self._held_back = False
 
     def data_received(self, data: bytes) -> None:
         self._have += data
@@ -117,6 +124,9 @@ class Engine(asyncio.Protocol):
             return
         if left == 0:
             self._transport.write(_LAST)
+            return
+        if self._held_back:
+            asyncio.get_running_loop().call_later(max(self._every_s, 0.01), self._next, left)
             return
         self._transport.write(_EVENT)
         asyncio.get_running_loop().call_later(self._every_s, self._next, left - 1)

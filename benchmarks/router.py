@@ -13,6 +13,9 @@ per second of CPU time of the router's process, all its threads (read from /proc
 generator and the engines share the machine. `answers_per_core_second_*`: answers in one piece, 32
 at a time. `streams_per_core_second_*`: the streaming requests above.
 
+Memory: ``SLOW`` clients ask for streams without end and read nothing; `mib_per_slow_stream_*` is
+what the router's process gains by one, once it has taken all it takes.
+
 `*_over_smg` and `*_over_vllm_router` divide KVConnect's figure by the peer's, in the same mode of
 prefill and decode: both at once, as SGLang does it (`bootstrap`), and one after the other, as vLLM
 does it (`pull`).
@@ -25,6 +28,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -51,10 +55,14 @@ ROUNDS = 3
 CROWD = 32
 PROMPT = "The sea was calm. " * 64
 START_S = 60.0
+SLOW = 40  # clients that do not read
+FLOOD = 10**9  # tokens of a stream without end
+SETTLE_S = 60.0
 LIKE = {"smg": "bootstrap", "vllm_router": "pull"}  # which of ours does what a peer does
 RATIOS = (
     *("added_p50_ms", "added_p99_ms", "added_end_p50_ms", "added_end_p99_ms"),
     *("answers_per_core_second", "streams_per_core_second"),
+    "mib_per_slow_stream",
 )
 
 
@@ -140,16 +148,42 @@ def cpu_seconds(pid: int) -> float:
     return total + sum(cpu_seconds(int(child)) for child in children)
 
 
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process and its children."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    own = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return own + sum(resident_mib(int(child)) for child in children)
+
+
+def slow_stream_mib(variant: Variant) -> float:
+    """Return what a router's memory gains by a client that reads nothing of an endless stream."""
+    assert variant.pid is not None, "an engine's memory is not measured"
+    before = now = resident_mib(variant.pid)
+    request = request_of(stream=True)
+    with ExitStack() as ends:
+        clients = [socket.create_connection(("127.0.0.1", variant.port)) for _ in range(SLOW)]
+        for client in clients:
+            ends.enter_context(client)
+            client.sendall(request)
+        end, last = time.monotonic() + SETTLE_S, -1.0
+        while time.monotonic() < end and now != last:
+            time.sleep(2.0)
+            last, now = now, round(resident_mib(variant.pid), 1)
+        assert all(b" 200 " in client.recv(16) for client in clients), "streams have begun"
+    return (now - before) / SLOW
+
+
 # What is compared -------------------------------------------------------------------------------
 
 
 @contextmanager
-def variants() -> Iterator[list[Variant]]:
+def variants(tokens: int = TOKENS, every_s: float = EVERY_S) -> Iterator[list[Variant]]:
     """Run engines and routers; yield what there is to compare, the engine first."""
     with ExitStack() as ends:
         prefill, decode = free_port(), free_port()
         fakes = [sys.executable, "-m", "benchmarks.fake_engines", str(prefill), str(decode)]
-        ends.enter_context(process([*fakes, "--tokens", str(TOKENS), "--every", str(EVERY_S)]))
+        ends.enter_context(process([*fakes, "--tokens", str(tokens), "--every", str(every_s)]))
         p, d = (f"http://127.0.0.1:{port}" for port in (prefill, decode))
         ours = [sys.executable, "-m", "kvconnect.cli", "router"]
         commands = {
@@ -247,7 +281,7 @@ def _figures(
             figures[f"streams_per_core_second_{name}"] = statistics.median(streams[name])
     for ours in ("added_p50_ms", "added_p99_ms", "answers_per_core_second"):
         figures[ours] = figures[f"{ours}_push"]
-    return figures | ratios(figures)
+    return figures
 
 
 def ratios(figures: Mapping[str, float]) -> dict[str, float]:
@@ -268,6 +302,12 @@ def main() -> None:
     arguments = parser.parse_args()
     with variants() as found:
         figures = measure(found, arguments.seconds, arguments.rate)
+    with variants(FLOOD, 0.0) as found:
+        for variant in found[1:]:
+            figures[f"mib_per_slow_stream_{variant.name}"] = slow_stream_mib(variant)
+            progress(f"slow clients, {variant.name}: done")
+    figures |= ratios(figures)
+    figures["mib_per_slow_stream"] = figures["mib_per_slow_stream_push"]
     figures["rate"] = arguments.rate
     emit("router", figures)
 
