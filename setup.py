@@ -21,6 +21,7 @@ from setuptools.command.build_py import build_py
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there when pip builds
 
 from scripts import build_kernels
+from scripts.index_page import index_page
 
 SWITCH = "KVCONNECT_BUILD_NATIVE"
 KERNEL_SWITCH = "KVCONNECT_BUILD_KERNELS"
@@ -104,6 +105,8 @@ class BuildInPlace(build_ext):
 
 
 setup(
+    long_description=index_page(Path("README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
     packages=[*find_packages(include=["kvconnect*"]), "kvconnect.kernels"],
     package_dir={"kvconnect.kernels": "kernels"},
     cmdclass={"build_py": BuildWithKernels, "build_ext": BuildInPlace},

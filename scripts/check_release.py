@@ -16,6 +16,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+from scripts.index_page import LINK
+
 ROOT = Path(__file__).resolve().parents[1]
 WHEEL_HAS = (
     r"kvconnect/__init__\.py",
@@ -58,8 +60,10 @@ def check_wheel(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as packed:
         names = packed.namelist()
         libraries = {name: packed.read(name) for name in names if name.endswith(".so")}
+        about = [packed.read(name).decode() for name in names if name.endswith("/METADATA")]
     wrong = [f"lacks {each}" for each in missing(names, WHEEL_HAS)]
     wrong += [f"has {each}" for each in names if re.search(NOWHERE, each)]
+    wrong += [f"links to {link[2]}, which an index lacks" for link in LINK.findall("".join(about))]
     tag = NAME.fullmatch(wheel.name)
     if tag is None:
         wrong.append(f"is not named as {NAME.pattern}")

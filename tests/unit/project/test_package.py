@@ -178,6 +178,14 @@ def extension(machine: int = 62, needs: bytes = b"libc.so.6", version: bytes = b
     return head + b"\0" + needs + b"\0GLIBC_2.2.5\0GLIBC_" + version + b"\0"
 
 
+def test_a_link_that_leads_nowhere_on_an_index_is_found(tmp_path: Path) -> None:
+    for about, said in (("[x](https://example.org)", 0), ("[x](docs/x.md)", 1)):
+        with zipfile.ZipFile(tmp_path / WHEEL, "w") as wheel:
+            wheel.writestr("kvconnect-1.dist-info/METADATA", about)
+        found = [each for each in check_wheel(tmp_path / WHEEL) if "links to docs/x.md" in each]
+        assert len(found) == said
+
+
 @pytest.mark.parametrize(
     ("name", "library", "said"),
     [
