@@ -20,7 +20,6 @@ def test_without_an_address_links_become_text() -> None:
     assert shown == (
         "See the guide, two\nlines, [home](https://example.org/x) and [below](#below).\n\n"
         + NO_ADDRESS
-        + NO_ADDRESS
     )
 
 
