@@ -85,11 +85,11 @@ class RouterLimits:
 
     timeout_s: float = 600.0
     silence_s: float = 300.0
-    concurrent: int = 0
+    concurrent: int = 4096
     queue: int = 1024
     queue_s: float = 10.0
     drain_s: float = 30.0
-    client_concurrent: int = 0
+    client_concurrent: int = 2048
     body_mib: float = 32.0
 
     @property

@@ -6,12 +6,12 @@ Everything here runs on the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from kvconnect.errors import KVConnectError
+from kvconnect.router.http.fair_queue import FairQueue
 from kvconnect.router.options import RouterLimits
 
 
@@ -24,17 +24,17 @@ class Busy(KVConnectError):
 
 
 class Admission:
-    """A queue for running requests: first come, first served."""
+    """A queue for running requests, in which clients take turns."""
 
     def __init__(self, limits: RouterLimits, waiting: Callable[[int], None]) -> None:
         self._limits = limits
         self._inside = 0
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._queue = FairQueue(limits.queue)
         self._waiting = waiting  # is told the queue's length
 
     @asynccontextmanager
-    async def enter(self) -> AsyncIterator[None]:
-        """Wait for a turn, then hold it for the block.
+    async def enter(self, client: str) -> AsyncIterator[None]:
+        """Wait for a turn of ``client``, then hold it for the block.
 
         Raises:
             Busy: the queue is full, or the turn does not come in time.
@@ -45,42 +45,47 @@ class Admission:
         if self._inside < self._limits.concurrent:
             self._inside += 1
         else:
-            await self._wait_turn()
+            await self._wait_turn(client)
         try:
             yield
         finally:
             self._leave()
 
-    async def _wait_turn(self) -> None:
+    async def _wait_turn(self, client: str) -> None:
         retry_s = max(1, round(self._limits.queue_s))
-        if len(self._queue) >= self._limits.queue:
-            raise Busy(f"the queue is full: {self._limits.queue} requests wait", retry_s)
+        full = f"the queue is full: {self._limits.queue} requests wait"
         turn = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        gives_way = self._queue.add(client, turn)
+        if gives_way is turn:
+            raise Busy(full, retry_s)
+        if gives_way is not None:
+            gives_way.set_exception(Busy(full, retry_s))
         self._waiting(len(self._queue))
         try:
             await asyncio.wait({turn}, timeout=self._limits.queue_s)
         except asyncio.CancelledError:
-            self._give_up(turn)
+            self._give_up(client, turn)
             raise
         if not turn.done():
-            self._give_up(turn)
+            self._give_up(client, turn)
             raise Busy(f"no turn within {self._limits.queue_s:g} seconds", retry_s)
+        turn.result()
 
-    def _give_up(self, turn: asyncio.Future[None]) -> None:
+    def _give_up(self, client: str, turn: asyncio.Future[None]) -> None:
         """Leave the queue; a turn that was just granted goes to the next request."""
-        if turn.done():
+        if not turn.done():
+            self._queue.remove(client, turn)
+            self._waiting(len(self._queue))
+        elif turn.exception() is None:
             self._leave()
-            return
-        self._queue.remove(turn)
-        self._waiting(len(self._queue))
 
     def _leave(self) -> None:
-        if self._queue:
-            self._queue.popleft().set_result(None)  # the next request takes the turn
-            self._waiting(len(self._queue))
-        else:
+        turn = self._queue.next()
+        if turn is None:
             self._inside -= 1
+        else:
+            turn.set_result(None)  # the next request takes the turn
+            self._waiting(len(self._queue))
 
 
 class ClientConcurrency:

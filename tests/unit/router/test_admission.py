@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvconnect import memory
 from kvconnect.router.connections import pool
-from kvconnect.router.http.admission import Admission, BodyMemory, Busy
+from kvconnect.router.http.admission import Admission, BodyMemory, Busy, ClientConcurrency
+from kvconnect.router.http.fair_queue import FairQueue
 from kvconnect.router.options import RouterLimits
 from tests.fakes.engine import (
     ASK,
@@ -41,7 +42,7 @@ async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None
     ends = [asyncio.Event() for _ in range(3)]
 
     async def work(number: int) -> None:
-        async with admission.enter():
+        async with admission.enter("a"):
             order.append(number)
             await ends[number].wait()
 
@@ -58,8 +59,103 @@ async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None
         event.set()
     await asyncio.gather(tasks[0], tasks[2])
     assert order == [0, 2] and said[-1] == 0
-    async with admission.enter():
+    async with admission.enter("a"):
         pass
+
+
+class Crowd:
+    """Requests of several clients for one place, which each gives back as soon as it has it."""
+
+    def __init__(self, queue: int) -> None:
+        self.admission = Admission(RouterLimits(concurrent=1, queue=queue), lambda waiting: None)
+        self.order: list[str] = []
+        self.refused: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self._open = asyncio.Event()
+
+    async def ask(self, *clients: str) -> None:
+        """Have a request of each wait."""
+        for client in clients:
+            self.tasks.append(asyncio.create_task(self._work(client)))
+            await asyncio.sleep(0)
+
+    async def served(self) -> list[str]:
+        """Let all go on; return whose requests were worked on, in order."""
+        self._open.set()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        return self.order
+
+    async def _work(self, client: str) -> None:
+        try:
+            async with self.admission.enter(client):
+                await self._open.wait()
+                self.order.append(client)
+        except Busy:
+            self.refused.append(client)
+
+
+HONEST = ["b", "c", "d"]
+
+
+@on_loop
+async def test_nobody_waits_behind_all_requests_of_a_greedy_client() -> None:
+    crowd = Crowd(queue=1000)
+    await crowd.ask(*["greedy"] * 101, *HONEST)
+    order = await crowd.served()
+    assert sorted(order[:5]) == ["b", "c", "d", "greedy", "greedy"]
+    assert len(order) == 104 and not crowd.refused
+
+
+@on_loop
+async def test_control_first_come_first_served_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = FairQueue._append
+    monkeypatch.setattr(FairQueue, "_append", lambda queue, _, turn: append(queue, "all", turn))
+    crowd = Crowd(queue=1000)
+    await crowd.ask(*["greedy"] * 101, *HONEST)
+    assert (await crowd.served())[-3:] == HONEST
+
+
+@on_loop
+async def test_a_greedy_clients_requests_give_way_in_a_full_queue() -> None:
+    crowd = Crowd(queue=6)
+    await crowd.ask(*["greedy"] * 10, *HONEST, "greedy", "b")
+    order = await crowd.served()
+    assert crowd.refused == ["greedy"] * 8
+    assert sorted(order) == ["b", "b", "c", "d", "greedy", "greedy", "greedy"]
+
+
+@on_loop
+async def test_a_request_that_gave_way_and_is_cancelled_holds_no_place() -> None:
+    crowd = Crowd(queue=2)
+    await crowd.ask("greedy", "greedy", "greedy", "b")
+    for task in crowd.tasks[1:3]:  # one waits, the other has given way
+        task.cancel()
+    assert await crowd.served() == ["greedy", "b"]
+    async with crowd.admission.enter("c"):
+        pass
+
+
+@on_loop
+async def test_by_default_the_router_has_limits() -> None:
+    limits = RouterLimits()
+    assert 0 < limits.client_concurrent < limits.concurrent
+    waiting: list[int] = []
+    admission = Admission(limits, waiting.append)
+    async with contextlib.AsyncExitStack() as inside:
+        for _ in range(limits.concurrent):
+            await inside.enter_async_context(admission.enter("a"))
+        assert not waiting, "the control: none of these waits"
+        late = asyncio.create_task(inside.enter_async_context(admission.enter("b")))
+        while not waiting:
+            await asyncio.sleep(0)
+        late.cancel()
+    clients = ClientConcurrency(limits.client_concurrent)
+    with contextlib.ExitStack() as open_requests:
+        for _ in range(limits.client_concurrent):
+            open_requests.enter_context(clients.enter("a"))
+        with pytest.raises(Busy, match="2048 open requests"):
+            open_requests.enter_context(clients.enter("a"))
+        open_requests.enter_context(clients.enter("b"))
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -140,7 +236,7 @@ def test_every_place_is_given_back(cancelled: list[bool], places: int) -> None:
 
         async def work() -> None:
             nonlocal inside, most
-            async with admission.enter():
+            async with admission.enter("a"):
                 inside += 1
                 most = max(most, inside)
                 try:
@@ -157,7 +253,7 @@ def test_every_place_is_given_back(cancelled: list[bool], places: int) -> None:
         assert most <= places and inside == 0
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(places):
-                await asyncio.wait_for(stack.enter_async_context(admission.enter()), 5)
+                await asyncio.wait_for(stack.enter_async_context(admission.enter("a")), 5)
 
     asyncio.run(run())
 
