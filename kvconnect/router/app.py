@@ -8,6 +8,7 @@ import ipaddress
 import itertools
 import logging
 import resource
+import signal
 import socket
 import ssl
 import time
@@ -36,6 +37,7 @@ from kvconnect.router.credentials import (
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
+from kvconnect.router.http.client_connections import ClientConnections
 from kvconnect.router.http.draining import DrainingPrefills
 from kvconnect.router.http.exchange import Exchange
 from kvconnect.router.http.request_reader import RequestReader
@@ -130,6 +132,10 @@ class RouterHandlers:
             self._membership.receipts,
             Retries(),
         )
+
+    def connections(self, files: int) -> ClientConnections:
+        """Return the limit of clients' connections of a process that may open ``files``."""
+        return ClientConnections(files, partial(self._metrics.count, "refused_connections"))
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Run the background tasks while the application runs."""
@@ -257,7 +263,10 @@ class RouterHandlers:
 
 def make_app(options: RouterOptions, tls: ssl.SSLContext | None = None) -> web.Application:
     """Return the application. Serve it with :data:`SERVER_OPTIONS`, and with ``tls`` if any."""
-    edge = RouterHandlers(options, tls)
+    return _application(RouterHandlers(options, tls), options)
+
+
+def _application(edge: RouterHandlers, options: RouterOptions) -> web.Application:
     app = web.Application(middlewares=[edge.authenticate(), _own_errors])
     app.cleanup_ctx.extend((edge.run, edge.read_again))
     app.on_shutdown.append(edge.stopping)
@@ -307,18 +316,32 @@ def serve(options: RouterOptions) -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
-        web.run_app(
-            make_app(options, context),
-            sock=listener,
-            ssl_context=context,
-            shutdown_timeout=options.limits.drain_s,
-            keepalive_timeout=IDLE_S,
-            backlog=_BACKLOG,
-            access_log=None,
-            print=None,
-            loop=uvloop.new_event_loop(),
-            **SERVER_OPTIONS,
-        )
+        uvloop.run(_serve_until_stopped(options, listener, context, most))
+
+
+async def _serve_until_stopped(
+    options: RouterOptions, listener: socket.socket, context: ssl.SSLContext | None, files: int
+) -> None:
+    """Serve clients until a signal comes, and then until open requests have ended."""
+    edge = RouterHandlers(options, context)
+    runner = web.AppRunner(
+        _application(edge, options),
+        shutdown_timeout=options.limits.drain_s,
+        keepalive_timeout=IDLE_S,
+        access_log=None,
+        **SERVER_OPTIONS,
+    )
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await runner.setup()
+    try:
+        assert runner.server is not None, "it is set up"
+        edge.connections(files).watch(runner.server)
+        await web.SockSite(runner, listener, ssl_context=context, backlog=_BACKLOG).start()
+        await stop.wait()
+    finally:
+        await runner.cleanup()
 
 
 def _api_key(headers: Mapping[str, str]) -> str:

@@ -81,6 +81,12 @@ _REQUESTS = PanelRow(
             about="deadly: two engines crashed during one request, which is refused for a while.",
         ),
         Panel(
+            "Connections of clients that were refused",
+            "reqps",
+            (Query(rate(router("refused_connections_total"), "reason"), "{{reason}}"),),
+            about="address: one has too many. files: all together have.",
+        ),
+        Panel(
             "Streams that native code gave back",
             "reqps",
             (Query(rate(router("relay_returns_total"), "reason"), "{{reason}}"),),

@@ -16,6 +16,8 @@ ROUTER_CATALOG: tuple[RouterMetric, ...] = (
     RouterMetric("retries", "counter", "Attempts after a failed one.", ("role", "cause")),
     RouterMetric("withheld_retries", "counter",
         "Requests that went to no further engine after one was lost.", ("reason",)),
+    RouterMetric("refused_connections", "counter",
+        "Clients' connections over a limit.", ("reason",)),
     RouterMetric("relay_returns", "counter",
         "Streams that native code gave back to Python.", ("reason",)),
     RouterMetric("dropped_fields", "counter",

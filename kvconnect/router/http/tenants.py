@@ -67,7 +67,7 @@ class Tenants:
     def find(self, api_key: str, address: str) -> Tenant | None:
         """Return the client of a request, None if its API key is unknown."""
         if not self._known:
-            return Tenant(_network(address))
+            return Tenant(network_of(address))
         given = api_key.encode("utf-8", "surrogateescape")
         # All keys are compared, so that timing reveals none.
         found = [tenant for key, tenant in self._known.items() if hmac.compare_digest(given, key)]
@@ -75,7 +75,7 @@ class Tenants:
 
 
 @lru_cache(maxsize=4096)
-def _network(address: str) -> str:
+def network_of(address: str) -> str:
     """Return an IPv4 address unchanged, and the /64 network of an IPv6 address."""
     if ":" not in address:
         return address

@@ -1,0 +1,87 @@
+"""How many connections clients may have open: files are left for engines, and for other clients.
+
+Event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from aiohttp import web
+
+from kvconnect.router.http.tenants import network_of
+
+logger = logging.getLogger(__name__)
+
+_CLIENTS_SHARE = 0.75  # of all files: requests to engines need the others
+_ADDRESS_SHARE = 0.75  # of the clients' files
+_LEAST = 8
+_WARN_S = 60.0
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Type: text/plain\r\nContent-Length: 43\r\n\r\n"
+    b"the router has no file left for connections"
+)
+
+
+class ClientConnections:
+    """Limits the open connections of all clients together, and of each network address."""
+
+    def __init__(self, files: int, refused: Callable[[str], None]) -> None:
+        """``files``: descriptors that the process may have. ``refused``: is told the reason for
+        which a connection is refused."""
+        self.most = max(_LEAST, int(files * _CLIENTS_SHARE))
+        self.most_of_address = max(_LEAST, int(self.most * _ADDRESS_SHARE))
+        self._refused = refused
+        self._address_of: dict[object, str] = {}
+        self._of_address: Counter[str] = Counter()
+        self._warn_at = 0.0
+
+    def watch(self, server: web.Server) -> None:
+        """Count the connections of a server; those over the limit get 503."""
+        made, lost = server.connection_made, server.connection_lost
+
+        def connection_made(handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+            made(handler, transport)
+            peer = transport.get_extra_info("peername") or ("",)
+            if not self.opened(handler, network_of(peer[0])):
+                transport.write(_BUSY)
+                transport.close()
+
+        def connection_lost(handler: web.RequestHandler, error: BaseException | None) -> None:
+            self.closed(handler)
+            lost(handler, error)
+
+        # Its handlers call these, and it has no hook for others.
+        server.connection_made = connection_made  # type: ignore[method-assign]
+        server.connection_lost = connection_lost  # type: ignore[method-assign,assignment]
+
+    def opened(self, connection: object, address: str) -> bool:
+        """Count a connection; return False for one too many."""
+        if self._of_address[address] >= self.most_of_address:
+            self._refuse("address", f"{address} has {self.most_of_address} connections, the most")
+            return False
+        if len(self._address_of) >= self.most:
+            self._refuse("files", f"clients have {self.most} connections, the most")
+            return False
+        self._address_of[connection] = address
+        self._of_address[address] += 1
+        return True
+
+    def closed(self, connection: object) -> None:
+        """Count a connection out that was counted in."""
+        address = self._address_of.pop(connection, None)
+        if address is not None:
+            self._of_address[address] -= 1
+            if not self._of_address[address]:
+                del self._of_address[address]
+
+    def _refuse(self, reason: str, why: str) -> None:
+        self._refused(reason)
+        if (now := time.monotonic()) >= self._warn_at:
+            self._warn_at = now + _WARN_S
+            logger.warning("connections are refused: %s; raise the limit of open files", why)

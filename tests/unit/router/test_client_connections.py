@@ -1,0 +1,121 @@
+"""Clients' connections: idle ones take neither the engines' files nor those of other clients."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnect.router.http.client_connections import ClientConnections
+from tests.fakes.engine import on_loop, until
+from tests.unit.router.test_clients import HEAD, Running, running
+
+FILES = 120  # of the router's process: 90 for clients, 67 of them for one address
+OF_ADDRESS = 67
+FEW_FILES = (
+    "import resource; getrlimit = resource.getrlimit; "
+    f"resource.getrlimit = lambda what: ({FILES}, {FILES}); "
+)
+NO_LIMIT = (
+    "from kvconnect.router.http.client_connections import ClientConnections as C; "
+    "C.opened = lambda self, connection, address: True; "
+)
+MALLORY, ALICE = "127.0.0.1", "127.0.0.2"
+
+
+class Line(NamedTuple):
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+@asynccontextmanager
+async def idle(router: Running, address: str, number: int) -> AsyncIterator[list[Line]]:
+    """Open connections from an address, and let them idle."""
+    async with AsyncExitStack() as ends:
+        lines = []
+        for _ in range(number):
+            both = await asyncio.open_connection(*router.address, local_addr=(address, 0))
+            ends.callback(both[1].close)
+            lines.append(Line(*both))
+        yield lines
+
+
+async def status_from(router: Running, address: str) -> int:
+    """Ask from an address on a new connection; return the status of the answer."""
+    connector = aiohttp.TCPConnector(local_addr=(address, 0), force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as client:
+        router.client, before = client, router.client
+        try:
+            return await router.post()
+        finally:
+            router.client = before
+
+
+@on_loop
+async def test_idle_connections_leave_room_for_others_and_for_engines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with running(log, before=FEW_FILES) as router:
+        await until(router.both_up)
+        async with idle(router, MALLORY, 100) as lines:
+            answers = [await line.reader.read() for line in lines[OF_ADDRESS:]]
+            assert all(answer.startswith(b"HTTP/1.1 503 ") for answer in answers)
+            assert all(b"Retry-After: 1" in answer for answer in answers)
+            assert f"127.0.0.1 has {OF_ADDRESS} connections, the most" in log.read_text()
+            assert log.read_text().count("connections are refused") == 1, "once a minute"
+            assert await status_from(router, ALICE) == 200
+            lines[0].writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}")  # those that are in stay
+            assert (await lines[0].reader.read(12)).startswith(b"HTTP/1.1 200")
+        await until(lambda: is_served(router, MALLORY))
+
+
+async def is_served(router: Running, address: str) -> bool:
+    return await status_from(router, address) == 200
+
+
+@on_loop
+async def test_control_without_the_limit_others_are_kept_out(tmp_path: Path) -> None:
+    async with running(tmp_path / "log", before=FEW_FILES + NO_LIMIT) as router:
+        await until(router.both_up)
+        async with idle(router, MALLORY, FILES):
+            try:
+                kept_out = await status_from(router, ALICE) != 200
+            except aiohttp.ClientError:
+                kept_out = True
+            assert kept_out
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=80))
+def test_connections_are_counted_in_and_out(steps: list[tuple[str, bool]]) -> None:
+    refused: list[str] = []
+    limit = ClientConnections(32, refused.append)
+    inside: dict[object, str] = {}
+    for address, opens in steps:
+        mine = [each for each, of in inside.items() if of == address]
+        if not opens:
+            connection = mine[0] if mine else object()  # one that was refused
+            limit.closed(connection)
+            inside.pop(connection, None)
+            continue
+        connection, before = object(), len(refused)
+        taken = limit.opened(connection, address)
+        room = len(mine) < limit.most_of_address and len(inside) < limit.most
+        assert taken == room
+        assert len(refused) == before + (not room)
+        if taken:
+            inside[connection] = address
+    for connection in list(inside):
+        limit.closed(connection)
+    assert not limit._of_address and not limit._address_of
+
+
+@pytest.mark.parametrize(("files", "most", "of_address"), [(1024, 768, 576), (4, 8, 8)])
+def test_shares_of_the_files(files: int, most: int, of_address: int) -> None:
+    limit = ClientConnections(files, lambda _: None)
+    assert (limit.most, limit.most_of_address) == (most, of_address)
