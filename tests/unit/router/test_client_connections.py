@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvconnect.router.http.client_connections import ClientConnections
 from tests.fakes.engine import on_loop, until
-from tests.unit.router.test_clients import HEAD, Running, running
+from tests.fakes.router_process import HEAD, Running, running
 
 FILES = 120  # of the router's process: 90 for clients, 67 of them for one address
 OF_ADDRESS = 67
