@@ -30,6 +30,7 @@ LAYERS = (
         "extras",
         "user_folders",
         "terminal",
+        "open_files",
     },
     {"cache", "protocol", "_native"},
     {"copy", "transport"},
@@ -56,6 +57,7 @@ ROUTER_LAYERS = (
     {"cache_admin"},
     {"admin"},
     {"app"},
+    {"server"},
 )
 """The same inside ``router/``: what chooses stands at the bottom and knows nothing of what asks it.
 Imports for type checking count too."""

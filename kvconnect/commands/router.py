@@ -36,7 +36,7 @@ def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
         refuse(f"{error.field}={error.value!r}: {error.fix}")
     if lacking := extras.what_to_install(flags.extras_of(arguments)):
         refuse(lacking)
-    app = importlib.import_module("kvconnect.router.app")
+    server = importlib.import_module("kvconnect.router.server")
     try:
         options = flags.options_of(arguments)
     except ConfigError as error:
@@ -45,7 +45,7 @@ def run_router(refuse: Refuse, arguments: argparse.Namespace) -> int:
         refuse(f"--{error.field} {error.value}: {error.fix}{place}")
     log_to_stderr(arguments.log_level, arguments.log_format)
     try:
-        app.serve(options)
+        server.serve(options)
     except (ConfigError, OSError) as error:
         say(f"kvconnect router: {error}", to=sys.stderr)
         return 1

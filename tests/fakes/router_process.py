@@ -21,9 +21,9 @@ from tests.fakes.engine import ASK, FakeEngine, decodes, prefills, until
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
 PATIENCE_S = 0.5
 HURRY = (
-    "from kvconnect.router import app\n"
+    "from kvconnect.router import server\n"
     "from kvconnect.router.http import request_reader as reading\n"
-    f"app.IDLE_S = reading.BODY_S = app.UNREAD_S = {PATIENCE_S}; "
+    f"server.IDLE_S = reading.BODY_S = server.UNREAD_S = {PATIENCE_S}; "
 )
 RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"
 

@@ -9,9 +9,10 @@ and slow clients are handled in one place.
 from __future__ import annotations
 
 import asyncio
-import resource
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from kvconnect import open_files
 
 if TYPE_CHECKING:
     from kvconnect._native import Relay
@@ -127,5 +128,5 @@ def make_relay(count: Callable[[str], None]) -> StreamRelay | None:
         from kvconnect import _native
     except ImportError:
         return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return StreamRelay(_native.Relay(min(soft - soft // _FILES_SHARE, 2**31 - 1)), count)
+    files = open_files.limit()
+    return StreamRelay(_native.Relay(files - files // _FILES_SHARE), count)

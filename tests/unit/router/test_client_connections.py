@@ -19,10 +19,7 @@ from tests.fakes.router_process import HEAD, Running, running
 
 FILES = 120  # of the router's process: 90 for clients, 67 of them for one address
 OF_ADDRESS = 67
-FEW_FILES = (
-    "import resource; getrlimit = resource.getrlimit; "
-    f"resource.getrlimit = lambda what: ({FILES}, {FILES}); "
-)
+FEW_FILES = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES})); "
 NO_LIMIT = (
     "from kvconnect.router.http.client_connections import ClientConnections as C; "
     "C.opened = lambda self, connection, address: True; "

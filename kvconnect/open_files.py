@@ -1,0 +1,20 @@
+"""How many files this process may have open: each connection needs one."""
+
+from __future__ import annotations
+
+import resource
+
+_MANY = 1 << 20  # where there is no limit
+
+
+def limit() -> int:
+    """Return how many files may be open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MANY if soft == resource.RLIM_INFINITY else min(soft, _MANY)
+
+
+def raise_limit() -> int:
+    """Raise the limit as far as the process may; return it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return limit()
