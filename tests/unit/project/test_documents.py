@@ -129,6 +129,13 @@ def check_gpu_run(command: Command) -> None:
     parse(list(command.words[1:]))
 
 
+def check_emulated_arm(command: Command) -> None:
+    """It takes a wheel for Arm; what it does then takes minutes and a system for Arm."""
+    assert command.words[1].endswith("aarch64.whl")
+    ran = subprocess.run([ROOT / command.words[0]], capture_output=True, text=True)
+    assert ran.returncode and "a wheel for aarch64" in ran.stderr
+
+
 def check_example(command: Command) -> None:
     """Run by ``tests/engines/test_pasted.py`` and ``tests/sglang/test_pasted.py``."""
     assert os.access(ROOT / command.words[0], os.X_OK)
@@ -165,6 +172,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "kubectl": check_cluster,
     "kustomize": check_cluster,
     "scripts/gpu_run": check_gpu_run,
+    "scripts/emulated_arm": check_emulated_arm,
     "printf": check_program,
     "sed": check_program,
     "diff": check_program,
