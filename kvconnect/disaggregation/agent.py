@@ -151,16 +151,22 @@ class HandoffAgent:
         with self._lock:
             return self._sending.sending_to(transfer)
 
-    def layer_written(self, name: str) -> None:
-        """A layer of this step has been launched. Takes no lock."""
-        if self.offering:
-            self._written.put(name, self._mark())
+    def mark(self) -> Fence | None:
+        """Return a fence after everything that the engine's thread has launched; None if there is
+        nothing to wait for."""
+        return self._mark()
 
-    def end_step(self) -> None:
-        """The whole forward has been launched. Takes no lock."""
+    def layer_written(self, name: str, fence: Fence | None = None) -> None:
+        """A layer of this step has been launched: before ``fence``, or before now. Takes no
+        lock."""
+        if self.offering:
+            self._written.put(name, fence or self._mark())
+
+    def end_step(self, fence: Fence | None = None) -> None:
+        """The whole forward has been launched: before ``fence``, or before now. Takes no lock."""
         if self.offering:
             self.offering = False
-            self._written.put(None, self._mark())
+            self._written.put(None, fence or self._mark())
 
     @property
     def has_news(self) -> bool:

@@ -205,7 +205,7 @@ def test_a_room_is_used_again_before_sglang_has_polled_its_first_request(
     source.send_all([3], chunks=1)
     freed: list[int] = []
     room = prefill.prefill_rooms.find(ROOM)
-    room.keep({3}, [lambda: freed.append(3)])
+    room.keep([lambda: {3}], [lambda: freed.append(3)])
     until(lambda: asking.poll() == KVPoll.Success)
     asking.clear()
     again = receiver(decode, [source], ROOM)

@@ -152,6 +152,8 @@ class KVConnectManager(CommonKVManager):
 
     def poll_agent(self) -> None:
         """Process the agent's events; takes a few hundred nanoseconds if there are none."""
+        if self._sends:
+            self.prefill_rooms.settle(False)
         if not self.agent.has_news:
             return
         finished, notices = self.agent.poll()

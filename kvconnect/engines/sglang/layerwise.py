@@ -19,6 +19,9 @@ frees it with the request. States that other code writes (Mamba 2, short convolu
 end of that forward. Pages of sliding windows follow with the last chunk: SGLang names them only
 after it has entered the request into its cache, which may free some or give it other ones.
 
+The numbers of pages lie on the device, and begin to come to the host before the batch is launched.
+Until they are here, the hooks note what was launched, and where; the batch is offered then.
+
 An event per attention layer is the idea of SGLang's pull request 19931, which records them inside
 its Mooncake backend.
 """
@@ -27,8 +30,9 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,11 +41,11 @@ import torch
 from kvconnect.copy.driver import own_stream
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks
+from kvconnect.engines.sglang.device_numbers import DeviceNumbers
 from kvconnect.engines.sglang.rooms import (
     PrefillRooms,
     SendRoom,
     contain_room_errors,
-    room_of,
     transfer_of,
 )
 from kvconnect.engines.sglang.translate import LayerNames
@@ -61,6 +65,50 @@ ATTENTION = (
     f"{_BACKENDS}.hybrid_linear_attn_backend.HybridLinearAttnBackend.forward",
 )
 _LINEAR = "RadixLinearAttention"  # SGLang's class of layers that write their state in this call
+
+
+@dataclass(frozen=True)
+class _AheadOffer:
+    """What a starting batch offers of one room: blocks from ``first`` on, and perhaps a state.
+    ``pages``: the slots of the first token of each block."""
+
+    number: int
+    room: SendRoom
+    first: int
+    pages: DeviceNumbers | None
+    state: DeviceNumbers | None
+
+    @property
+    def numbers(self) -> Iterator[DeviceNumbers]:
+        yield from (each for each in (self.pages, self.state) if each is not None)
+
+    def resolve(self, page_tokens: int, state_group: int) -> OfferBlocks:
+        """Return the offer, and record it in the room. The numbers must have arrived."""
+        spans = []
+        if self.pages is not None:
+            ids = array("q", [slot // page_tokens for slot in self.pages.read()])
+            self.room.record_ahead(self.first, ids)
+            spans.append(Span(0, self.first, ids))
+        if self.state is not None:
+            state = Span(state_group, 0, array("q", self.state.read()))
+            self.room.record_state_ahead(state)
+            spans.append(state)
+        return OfferBlocks(transfer_of(self.number), tuple(spans))
+
+
+@dataclass(frozen=True)
+class _Unresolved:
+    """A batch whose numbers are on their way, and what of it was launched: layers, or with None
+    the whole forward, each with where that was."""
+
+    offers: Sequence[_AheadOffer]
+    page_tokens: int
+    launched: list[tuple[str | None, Fence | None]] = field(default_factory=list)
+
+    @property
+    def numbers(self) -> Iterator[DeviceNumbers]:
+        for offer in self.offers:
+            yield from offer.numbers
 
 
 class LayerwisePush:
@@ -83,18 +131,57 @@ class LayerwisePush:
         self._layers_called_once = once
         self._offering = False  # the running batch has offered pages
         self._rooms: list[int] = []  # whose pages it has offered
+        self._unresolved: _Unresolved | None = None  # the last batch, until its numbers are here
         self._layer_seen = False  # in the running batch
         self._warned = False
+        prefill_rooms.settle = self.settle
 
     def begin(self, scheduler: Any, batch: Any) -> None:
         """Offer the whole pages that a batch fills, and earlier ones that were not offered yet."""
+        self.settle()
         with contained(self._fail_step):
             self._rooms.clear()
             offers = self._offers(scheduler, batch) if batch.forward_mode.is_extend() else []
             if offers:
-                self._rooms += [room_of(offer.transfer) for offer in offers]
-                self._agent.begin_step(DisaggregationInstructions(offers=offers), epoch=0)
+                self._rooms += [offer.number for offer in offers]
+                size = scheduler.token_to_kv_pool_allocator.page_size
+                self._unresolved = _Unresolved(offers, size)
                 self._offering, self._layer_seen = True, False
+                self.settle(wait=False)
+
+    def settle(self, wait: bool = True) -> None:
+        """Offer the last batch, if its numbers had not come: now, or if they have come by now.
+
+        What a room does next may depend on it, and comes after the batch before: there is
+        hardly anything to wait for then. Only a request that ends in any other way may wait, at
+        most for that batch.
+        """
+        found = self._unresolved
+        if found is None or not (wait or all(each.are_here() for each in found.numbers)):
+            return
+        self._unresolved = None
+        with contained(self._fail_step):
+            for numbers in found.numbers if wait else ():
+                numbers.wait()
+            group = self._names.state_group
+            offers = [offer.resolve(found.page_tokens, group) for offer in found.offers]
+            self._agent.begin_step(DisaggregationInstructions(offers=offers), epoch=0)
+            for name, fence in found.launched:
+                self._tell(name, fence)
+
+    def _launched(self, name: str | None) -> None:
+        """Record that a layer has been launched, or with None the whole batch."""
+        self.settle(wait=False)
+        if self._unresolved is None:
+            self._tell(name)
+        else:
+            self._unresolved.launched.append((name, self._agent.mark()))
+
+    def _tell(self, name: str | None, fence: Fence | None = None) -> None:
+        if name is None:
+            self._agent.end_step(fence)
+        else:
+            self._agent.layer_written(name, fence)
 
     def layer(self, layer_id: int, linear: bool = False) -> None:
         """Record that a layer's attention has been launched; ``linear``: its linear attention. A
@@ -104,7 +191,7 @@ class LayerwisePush:
             names = self._names.states if linear else self._names.kv
             with contained(self._fail_step):
                 for name in names.get(layer_id, ()):
-                    self._agent.layer_written(name)
+                    self._launched(name)
 
     def end(self) -> None:
         """Record that the whole batch has been launched on the current stream."""
@@ -112,7 +199,7 @@ class LayerwisePush:
             return
         self._offering = False
         with contained(self._fail_step):
-            self._agent.end_step()
+            self._launched(None)
         if not (self._layer_seen or self._warned):
             self._warned = True
             logger.warning(
@@ -125,6 +212,7 @@ class LayerwisePush:
     def entering(self, scheduler: Any, req: Any) -> Iterator[None]:
         """Wrap SGLang's entry of a request into its prefix cache: defer frees of offered pages."""
         room = self._find(req)
+        self.settle()
         if room is None or not room.offered_ahead:
             yield
             return
@@ -132,9 +220,9 @@ class LayerwisePush:
         with deferring_frees(allocator) as found:
             yield
         if found.frees:
-            pages: set[int] = set()
+            pages = []
             with self._contain(req.bootstrap_room):
-                pages = found.pages(allocator.page_size)
+                pages.append(found.pages(allocator.page_size))
             room.keep(pages, found.frees)
 
     def _find(self, req: Any) -> SendRoom | None:
@@ -148,58 +236,52 @@ class LayerwisePush:
 
     def _fail_step(self, error: Exception) -> None:
         """Give up the rooms of the running batch: how much of it was offered is not known."""
-        self._offering = False
+        self._offering, self._unresolved = False, None
         for room in self._rooms:
             with self._contain(room):
                 raise error
 
-    def _offers(self, scheduler: Any, batch: Any) -> list[OfferBlocks]:
+    def _offers(self, scheduler: Any, batch: Any) -> list[_AheadOffer]:
         offers = []
         for req in batch.reqs:
             room = None if req.pending_bootstrap else self._find(req)
             if room is not None:
                 with self._contain(req.bootstrap_room):
-                    spans = self._spans(scheduler, req, room)
-                    if spans:
-                        offers.append(OfferBlocks(transfer_of(req.bootstrap_room), spans))
+                    offer = self._offer(scheduler, req, room)
+                    if any(offer.numbers):
+                        offers.append(offer)
         return offers
 
-    def _spans(self, scheduler: Any, req: Any, room: SendRoom) -> tuple[Span, ...]:
+    def _offer(self, scheduler: Any, req: Any, room: SendRoom) -> _AheadOffer:
         size = scheduler.token_to_kv_pool_allocator.page_size
         end = min(req.extend_end, len(req.origin_input_ids)) // size
         if room.deferred_frees:  # a long prompt must not take its memory twice
             end = min(end, req.kv.cache_protected_len // size)
-        return (*_pages(scheduler, req, room, end), *self._state(scheduler, req, room))
+        blocks, pages = room.unoffered_until(end), None
+        if blocks:
+            pages = DeviceNumbers(_first_slots(scheduler, req, blocks, size))
+        state = self._state(scheduler, req, room)
+        return _AheadOffer(req.bootstrap_room, room, blocks.start, pages, state)
 
-    def _state(self, scheduler: Any, req: Any, room: SendRoom) -> Iterator[Span]:
-        """Yield the state of a request whose prompt ends in the starting step."""
+    def _state(self, scheduler: Any, req: Any, room: SendRoom) -> DeviceNumbers | None:
+        """Return the state of a request whose prompt ends in the starting step."""
         ends = req.extend_end >= len(req.origin_input_ids)
-        if ends and self._names.states and room.asked and room.state_ahead is None:
-            # The slot is found as in SGLang's own sender.
-            pool = scheduler.req_to_token_pool
-            slot = pool.req_index_to_mamba_index_mapping[req.kv.req_pool_idx]
-            slots = array("q", [int(pool.translate_mamba_indices(slot))])
-            span = Span(self._names.state_group, 0, slots)
-            room.record_state_ahead(span)
-            yield span
+        if not (ends and self._names.states and room.asked and room.state_ahead is None):
+            return None
+        # The slot is found as in SGLang's own sender.
+        pool = scheduler.req_to_token_pool
+        slot = pool.req_index_to_mamba_index_mapping[req.kv.req_pool_idx]
+        return DeviceNumbers(pool.translate_mamba_indices(slot))
 
 
-def _pages(scheduler: Any, req: Any, room: SendRoom, end: int) -> Iterator[Span]:
-    """Yield the pages of those blocks up to ``end`` that were not offered yet."""
-    size = scheduler.token_to_kv_pool_allocator.page_size
-    blocks = room.unoffered_until(end)
-    if blocks:
-        ids = _page_ids(scheduler, req, blocks, size)
-        room.record_ahead(blocks.start, ids)
-        yield Span(0, blocks.start, ids)
-
-
-def _page_ids(scheduler: Any, req: Any, blocks: range, size: int) -> array[int]:
-    """Return the pages of a request's blocks, found as in SGLang's own sender."""
+def _first_slots(scheduler: Any, req: Any, blocks: range, size: int) -> torch.Tensor:
+    """Return the first slots of a request's blocks, found as in SGLang's own sender."""
     table = scheduler.req_to_token_pool.req_to_token
     first = table[req.kv.req_pool_idx, blocks.start * size : blocks.stop * size : size]
-    slots = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(first)
-    return array("q", [slot // size for slot in slots.tolist()])
+    slots: torch.Tensor = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(
+        first
+    )
+    return slots
 
 
 _push: LayerwisePush | None = None  # of this process; there is one prefill rank in it
@@ -264,9 +346,17 @@ class DeferredFrees:
         self.frees: list[Callable[[], object]] = []
         self._slots: list[torch.Tensor] = []
 
-    def pages(self, size: int) -> set[int]:
-        """Return the deferred pages, of ``size`` tokens each; waits for the device."""
-        return {slot // size for slots in self._slots for slot in slots.tolist()}
+    def pages(self, size: int) -> Callable[[], set[int]]:
+        """Return a function that returns the deferred pages, of ``size`` tokens each. It is called
+        only if SGLang sends other pages than a step has offered."""
+        every = [DeviceNumbers(slots) for slots in self._slots]
+
+        def read() -> set[int]:
+            for numbers in every:
+                numbers.wait()
+            return {slot // size for numbers in every for slot in numbers.read()}
+
+        return read
 
     def add(self, free: Callable[..., object], slots: torch.Tensor, **more: Any) -> None:
         """Defer a call of ``free``."""

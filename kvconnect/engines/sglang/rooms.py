@@ -98,7 +98,8 @@ class SendRoom:
         default_factory=dict
     )  # block -> page, until SGLang sends it
     state_ahead: Span | None = None  # a state that a step offers before SGLang sends it
-    deferred_pages: set[int] = field(default_factory=set)  # pages to free when the room is closed
+    # Each returns pages to free when the room is closed.
+    deferred_pages: list[Callable[[], set[int]]] = field(default_factory=list)
     deferred_frees: list[Callable[[], object]] = field(default_factory=list)  # these free them
     given_up: bool = False  # by this side
     waiting: frozenset[Rank] | None = None  # unfinished readers; None: not known yet
@@ -134,10 +135,13 @@ class SendRoom:
         """Record that the starting step offers the state of the request, after its blocks."""
         self.offered, self.state_ahead = self.next_block, state
 
-    def keep(self, pages: set[int], frees: Sequence[Callable[[], object]]) -> None:
-        """Keep pages that the request no longer owns but that may still be read. ``frees`` are
-        called when the room is closed, which is at the same point on every rank."""
-        self.deferred_pages |= pages
+    def keep(
+        self, pages: Sequence[Callable[[], set[int]]], frees: Sequence[Callable[[], object]]
+    ) -> None:
+        """Keep pages that the request no longer owns but that may still be read: those that
+        ``pages`` return. ``frees`` are called when the room is closed, which is at the same point
+        on every rank."""
+        self.deferred_pages += pages
         self.deferred_frees += frees
 
     def check(self, first: int, ids: array[int], rest: Sequence[Span]) -> str:
@@ -150,9 +154,15 @@ class SendRoom:
         if self.offered_ahead:
             for block, page in enumerate(ids, first):
                 before = self.offered_ahead.pop(block, page)
-                if before != page and before not in self.deferred_pages:
+                if before != page and not self._is_deferred(before):
                     return f"block {block} was moved to another page while it was being sent"
         return ""
+
+    def _is_deferred(self, page: int) -> bool:
+        return any(page in pages() for pages in self.deferred_pages)
+
+
+def _nothing_to_settle(wait: bool) -> None: ...
 
 
 class PrefillRooms:
@@ -160,6 +170,8 @@ class PrefillRooms:
 
     :meth:`take` calls ``ready(room)`` when all readers have asked, ``served(room)`` when all have
     every page, and ``failed(room, why)`` when one gave up. ``kv_heads``: over all ranks, by group.
+    ``settle`` makes the offers that a batch has still to make, if its page numbers have arrived or
+    with ``wait``; whoever offers ahead of SGLang sets it.
     """
 
     def __init__(
@@ -171,6 +183,7 @@ class PrefillRooms:
         served: Callable[[int], None],
         failed: Callable[[int, str], None],
     ) -> None:
+        self.settle: Callable[[bool], None] = _nothing_to_settle
         self._agent = agent
         self._rank = rank
         self._kv_heads = tuple(kv_heads)
@@ -208,6 +221,7 @@ class PrefillRooms:
         page's next owner may have overwritten what was sent. Decode has not received the last span
         yet, so it has used none of the pages.
         """
+        self.settle(True)
         found = self._rooms.get(room)
         if found is None or found.given_up:
             return
@@ -243,6 +257,7 @@ class PrefillRooms:
 
     def close(self, room: int) -> None:
         """Close the room of a request that ended in any way."""
+        self.settle(True)
         found = self._rooms.pop(room, None)
         if found is None:
             return
@@ -321,6 +336,7 @@ class PrefillRooms:
             self._withdraw(room)
 
     def _withdraw(self, room: int) -> None:
+        self.settle(True)  # nothing of the room may be offered after its withdrawal
         if room not in self._withdrawing:
             order = Withdraw(transfer_of(room), FailureCause.GONE)
             self._agent.run(DisaggregationInstructions(withdrawals=[order]))

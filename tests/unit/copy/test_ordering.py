@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
 import kvconnect
-from tests.emulated import handoff, offload, tables
+from tests.emulated import handoff, numbers, offload, tables
 from tests.emulated.device import Emulator, Site
 from tests.emulated.handoff import Style
 from tests.emulated.mutants import Play, lines_of, sites_of, unnoticed, waits_in
@@ -27,6 +27,7 @@ MODELS: dict[str, Play] = {
     "offload": offload.play,
     "handoff": handoff.play,
     "tables": tables.play,
+    "numbers": numbers.play,
 }
 PACKAGE = Path(kvconnect.__file__).parent
 SEEDS = st.integers(0, 1 << 32)
@@ -63,11 +64,17 @@ def test_tables_are_there_for_every_stream(seed: int) -> None:
     tables.play(Random(seed))
 
 
-@pytest.mark.parametrize("model", ["offload", "handoff", "tables"])
+@settings(max_examples=20)
+@given(seed=SEEDS)
+def test_numbers_are_read_when_they_have_come(seed: int) -> None:
+    numbers.play(Random(seed))
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_every_wait_is_needed(model: str) -> None:
     play = MODELS[model]
     sites = [site for site in sites_of(play, 40) if not is_exempt(site)]
-    assert len(sites) >= 4
+    assert len(sites) >= 3
     assert unnoticed(play, sites, RUNS) == []
 
 
@@ -97,9 +104,9 @@ def test_the_models_pass_every_wait_there_is() -> None:
         "copy/cuda.py",
         "copy/wire_blocks.py",
     )
-    files += ("engines/sglang/layerwise.py",)
+    files += ("engines/sglang/layerwise.py", "engines/sglang/device_numbers.py")
     there = {line for file in files for line in waits_in(file)}
-    assert len(there) >= 17
+    assert len(there) >= 20
     assert there - lines_of(sites) == set()
 
 

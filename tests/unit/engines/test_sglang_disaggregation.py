@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +36,13 @@ from tests.unit.engines.sglang_ranks import (
     expected,
     paired,
     until,
+)
+from tests.unit.engines.sglang_scheduler import (
+    Allocator,
+    Scheduler,
+    batch_of,
+    request_of,
+    slots_of,
 )
 
 
@@ -358,59 +364,6 @@ def test_a_prefill_rank_that_dies_fails_what_waits_for_it(closing: ExitStack) ->
     assert "peer" in reader.failed[0]
 
 
-class Allocator:
-    """SGLang's, as far as layer-wise push and prefix caches call it. ``freed``: pages, in order."""
-
-    page_size = TOKENS
-
-    def __init__(self) -> None:
-        self.freed: list[int] = []
-
-    def translate_kv_indices_for_transfer(self, slots: torch.Tensor) -> torch.Tensor:
-        return slots
-
-    def free_segment(self, slots: torch.Tensor, *, start_pos: int) -> None:
-        assert start_pos == 0
-        self.freed += [slot // TOKENS for slot in slots[::TOKENS].tolist()]
-
-
-def slots_of(pages: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([page * TOKENS + token for page in pages for token in range(TOKENS)])
-
-
-class Scheduler:
-    """What layer-wise push reads of SGLang's scheduler, with one request's row and state."""
-
-    def __init__(self, pages: Sequence[int], state: int = 3) -> None:
-        self.req_to_token_pool = SimpleNamespace(
-            req_to_token=slots_of(pages).unsqueeze(0),
-            req_index_to_mamba_index_mapping=torch.tensor([state]),
-            translate_mamba_indices=lambda slot: slot,
-        )
-        self.token_to_kv_pool_allocator = Allocator()
-
-    def checkpoint(self, dup: int, tree: Sequence[int]) -> None:
-        """Enter the request: its first ``dup`` pages are freed, its row points at the tree's."""
-        row = self.req_to_token_pool.req_to_token[0]
-        self.token_to_kv_pool_allocator.free_segment(row[: dup * TOKENS], start_pos=0)
-        row[: len(tree) * TOKENS] = slots_of(tree)
-
-
-def request_of(tokens: int, end: int) -> Any:
-    return SimpleNamespace(
-        pending_bootstrap=False,
-        kv=SimpleNamespace(req_pool_idx=0, cache_protected_len=0),
-        disagg_kv_sender=SimpleNamespace(owns_room=True),
-        bootstrap_room=ROOM,
-        extend_end=end,
-        origin_input_ids=range(tokens),
-    )
-
-
-def batch_of(*requests: Any) -> Any:
-    return SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), reqs=requests)
-
-
 def test_layers_go_while_the_chunk_computes(closing: ExitStack) -> None:
     (source,), (reader,) = engines(closing, (1, 1), 4)
     here, there = [3, 9, 4], [7, 2, 13]
@@ -638,7 +591,7 @@ def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitSt
     with push.entering(scheduler, request):
         scheduler.checkpoint(1, tree)
     room = source.prefill_rooms.find(ROOM)
-    assert room is not None and room.deferred_pages == {3}
+    assert room is not None and [pages() for pages in room.deferred_pages] == [{3}]
     request.kv.cache_protected_len = TOKENS
     request.extend_end = 3 * TOKENS
     push.begin(scheduler, batch_of(request))
@@ -706,7 +659,7 @@ def test_an_allocator_is_as_it_was_when_nothing_was_ahead() -> None:
     with deferring_frees(allocator) as found:
         allocator.free_segment(slots_of([3, 4]), start_pos=0)
         assert not allocator.freed
-    assert found.pages(TOKENS) == {3, 4}
+    assert found.pages(TOKENS)() == {3, 4}
     allocator.free_segment(slots_of([5]), start_pos=0)
     assert allocator.freed == [5]
     for free in found.frees:
