@@ -29,10 +29,8 @@ its Mooncake backend.
 from __future__ import annotations
 
 import logging
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,19 +38,18 @@ import torch
 
 from kvconnect.copy.driver import own_stream
 from kvconnect.disaggregation.agent import HandoffAgent
-from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks
+from kvconnect.disaggregation.messages import DisaggregationInstructions
+from kvconnect.engines.sglang.ahead_offers import AheadOffer, UnresolvedBatch
 from kvconnect.engines.sglang.device_numbers import DeviceNumbers
 from kvconnect.engines.sglang.rooms import (
     PrefillRooms,
     SendRoom,
     contain_room_errors,
-    transfer_of,
 )
 from kvconnect.engines.sglang.translate import LayerNames
 from kvconnect.errors import contained
 from kvconnect.offload.streams import DeviceFence
 from kvconnect.transport.base import Fence
-from kvconnect.types import Span
 
 logger = logging.getLogger(__name__)
 
@@ -65,50 +62,6 @@ ATTENTION = (
     f"{_BACKENDS}.hybrid_linear_attn_backend.HybridLinearAttnBackend.forward",
 )
 _LINEAR = "RadixLinearAttention"  # SGLang's class of layers that write their state in this call
-
-
-@dataclass(frozen=True)
-class _AheadOffer:
-    """What a starting batch offers of one room: blocks from ``first`` on, and perhaps a state.
-    ``pages``: the slots of the first token of each block."""
-
-    number: int
-    room: SendRoom
-    first: int
-    pages: DeviceNumbers | None
-    state: DeviceNumbers | None
-
-    @property
-    def numbers(self) -> Iterator[DeviceNumbers]:
-        yield from (each for each in (self.pages, self.state) if each is not None)
-
-    def resolve(self, page_tokens: int, state_group: int) -> OfferBlocks:
-        """Return the offer, and record it in the room. The numbers must have arrived."""
-        spans = []
-        if self.pages is not None:
-            ids = array("q", [slot // page_tokens for slot in self.pages.read()])
-            self.room.record_ahead(self.first, ids)
-            spans.append(Span(0, self.first, ids))
-        if self.state is not None:
-            state = Span(state_group, 0, array("q", self.state.read()))
-            self.room.record_state_ahead(state)
-            spans.append(state)
-        return OfferBlocks(transfer_of(self.number), tuple(spans))
-
-
-@dataclass(frozen=True)
-class _Unresolved:
-    """A batch whose numbers are on their way, and what of it was launched: layers, or with None
-    the whole forward, each with where that was."""
-
-    offers: Sequence[_AheadOffer]
-    page_tokens: int
-    launched: list[tuple[str | None, Fence | None]] = field(default_factory=list)
-
-    @property
-    def numbers(self) -> Iterator[DeviceNumbers]:
-        for offer in self.offers:
-            yield from offer.numbers
 
 
 class LayerwisePush:
@@ -131,7 +84,9 @@ class LayerwisePush:
         self._layers_called_once = once
         self._offering = False  # the running batch has offered pages
         self._rooms: list[int] = []  # whose pages it has offered
-        self._unresolved: _Unresolved | None = None  # the last batch, until its numbers are here
+        self._unresolved: UnresolvedBatch | None = (
+            None  # the last batch, until its numbers are here
+        )
         self._layer_seen = False  # in the running batch
         self._warned = False
         prefill_rooms.settle = self.settle
@@ -145,7 +100,7 @@ class LayerwisePush:
             if offers:
                 self._rooms += [offer.number for offer in offers]
                 size = scheduler.token_to_kv_pool_allocator.page_size
-                self._unresolved = _Unresolved(offers, size)
+                self._unresolved = UnresolvedBatch(offers, size)
                 self._offering, self._layer_seen = True, False
                 self.settle(wait=False)
 
@@ -241,7 +196,7 @@ class LayerwisePush:
             with self._contain(room):
                 raise error
 
-    def _offers(self, scheduler: Any, batch: Any) -> list[_AheadOffer]:
+    def _offers(self, scheduler: Any, batch: Any) -> list[AheadOffer]:
         offers = []
         for req in batch.reqs:
             room = None if req.pending_bootstrap else self._find(req)
@@ -252,7 +207,7 @@ class LayerwisePush:
                         offers.append(offer)
         return offers
 
-    def _offer(self, scheduler: Any, req: Any, room: SendRoom) -> _AheadOffer:
+    def _offer(self, scheduler: Any, req: Any, room: SendRoom) -> AheadOffer:
         size = scheduler.token_to_kv_pool_allocator.page_size
         end = min(req.extend_end, len(req.origin_input_ids)) // size
         if room.deferred_frees:  # a long prompt must not take its memory twice
@@ -261,7 +216,7 @@ class LayerwisePush:
         if blocks:
             pages = DeviceNumbers(_first_slots(scheduler, req, blocks, size))
         state = self._state(scheduler, req, room)
-        return _AheadOffer(req.bootstrap_room, room, blocks.start, pages, state)
+        return AheadOffer(req.bootstrap_room, room, blocks.start, pages, state)
 
     def _state(self, scheduler: Any, req: Any, room: SendRoom) -> DeviceNumbers | None:
         """Return the state of a request whose prompt ends in the starting step."""
