@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from kvconnect.engines.vllm import block_names, translate
 from kvconnect.engines.vllm import scheduler as scheduler_half
-from kvconnect.engines.vllm import tiers, translate
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.offload.planner import OffloadPlan
@@ -78,8 +78,8 @@ def stored_early() -> Iterator[None]:
 def salts_ignored() -> Iterator[None]:
     """Blocks of one tenant are found by another one."""
     with (
-        patch.object(tiers, "seed_of", lambda _: b"the same for all"),
-        patch.object(tiers, "tenant_of", lambda _: bytes(8)),
+        patch.object(block_names, "seed_of", lambda _: b"the same for all"),
+        patch.object(block_names, "tenant_of", lambda _: bytes(8)),
     ):
         yield
 
