@@ -29,8 +29,8 @@ import kvconnect
 from kvconnect.cache.layout import Geometry
 from kvconnect.copy.calibration import CopyThreshold
 from kvconnect.copy.cuda import CudaCopier
+from kvconnect.engines.sglang import layerwise_loads, linker_host_tier
 from kvconnect.engines.sglang import linker as linker_module
-from kvconnect.engines.sglang import linker_host_tier
 from kvconnect.engines.sglang.layerwise_loads import LayerCounter
 from kvconnect.engines.sglang.linker import KVConnectLinker
 from kvconnect.engines.sglang.linker_host_tier import PoolTier
@@ -211,7 +211,7 @@ def play(random: Random, disabled: frozenset[Site] = frozenset()) -> Emulator:
         runtime = SimpleNamespace(Event=emulator.event)
         monkeypatch.setattr(unified_cache_linker, "device_module", runtime)
         monkeypatch.setattr(unified_cache_linker, "Future", world.future)
-        for module in (copy_executor, layer_loads, linker_host_tier):
+        for module in (copy_executor, layer_loads, layerwise_loads, linker_host_tier):
             monkeypatch.setattr(module, "threading", world.threading)
             monkeypatch.setattr(module, "time", world.time)
         world.run(lambda: Scheduler(emulator).run())
