@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import json
 import os
 import random
@@ -32,9 +33,11 @@ import socket
 import statistics
 import subprocess
 import sys
+import termios
 import time
 import urllib.error
 import urllib.request
+from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -156,20 +159,28 @@ def resident_mib(pid: int) -> float:
     return own + sum(resident_mib(int(child)) for child in children)
 
 
+def waiting_bytes(client: socket.socket) -> int:
+    """Bytes that a socket has received and nobody has read."""
+    count = array("i", [0])
+    fcntl.ioctl(client, termios.FIONREAD, count)
+    return count[0]
+
+
 def slow_stream_mib(variant: Variant) -> float:
     """Return what a router's memory gains by a client that reads nothing of an endless stream."""
     assert variant.pid is not None, "an engine's memory is not measured"
-    before = now = resident_mib(variant.pid)
+    before = resident_mib(variant.pid)
     request = request_of(stream=True)
     with ExitStack() as ends:
         clients = [socket.create_connection(("127.0.0.1", variant.port)) for _ in range(SLOW)]
         for client in clients:
             ends.enter_context(client)
             client.sendall(request)
-        end, last = time.monotonic() + SETTLE_S, -1.0
-        while time.monotonic() < end and now != last:
+        end, last, unread = time.monotonic() + SETTLE_S, -1, 0
+        while time.monotonic() < end and unread != last:  # until the sockets are full, too
             time.sleep(2.0)
-            last, now = now, round(resident_mib(variant.pid), 1)
+            last, unread = unread, sum(map(waiting_bytes, clients))
+        now = resident_mib(variant.pid)
         assert all(b" 200 " in client.recv(16) for client in clients), "streams have begun"
     return (now - before) / SLOW
 

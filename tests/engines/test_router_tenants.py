@@ -19,6 +19,7 @@ PROMPT = prompt_tokens(160, start=4000)
 LEAST_CACHED = 96  # of PROMPT, in whole blocks
 SHARE = 3  # requests that a tenant may have open
 LONG = 600  # tokens: as a stream, they take seconds
+LONGER = 1500  # these stay open while others ask, also on a busy machine
 
 
 class Tenants(NamedTuple):
@@ -79,7 +80,7 @@ def test_a_tenant_with_its_share_of_open_requests_takes_none_of_the_others(
     tenants: Tenants,
 ) -> None:
     with ExitStack() as stack:
-        body = tenants.a.body(PROMPT, LONG, stream=True)
+        body = tenants.a.body(PROMPT, LONGER, stream=True)
         replies = [
             stack.enter_context(tenants.a.open("/v1/completions", body)) for _ in range(SHARE)
         ]
@@ -89,5 +90,5 @@ def test_a_tenant_with_its_share_of_open_requests_takes_none_of_the_others(
         assert "open requests" in refused.value.read().decode()
         assert len(tenants.b.complete(PROMPT, 2).tokens) == 2
         for reply in replies:
-            assert sum(len(each["choices"][0]["token_ids"]) for each in events(reply)) == LONG
+            assert sum(len(each["choices"][0]["token_ids"]) for each in events(reply)) == LONGER
     assert len(tenants.a.complete(PROMPT, 2).tokens) == 2
