@@ -19,7 +19,7 @@ PROMPT = prompt_tokens(160, start=4000)
 LEAST_CACHED = 96  # of PROMPT, in whole blocks
 SHARE = 3  # requests that a tenant may have open
 LONG = 600  # tokens: as a stream, they take seconds
-LONGER = 1500  # these stay open while others ask, also on a busy machine
+LONGER = 800  # all that fits beside another: stays open while others ask, on a busy machine too
 
 
 class Tenants(NamedTuple):
