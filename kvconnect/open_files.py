@@ -13,8 +13,7 @@ def limit() -> int:
     return _MANY if soft == resource.RLIM_INFINITY else min(soft, _MANY)
 
 
-def raise_limit() -> int:
-    """Raise the limit as far as the process may; return it."""
+def raise_limit() -> None:
+    """Raise the limit as far as the process may."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return limit()

@@ -47,10 +47,11 @@ class NativeCopier(Copier):
     ) -> None:
         first, end = runs
         place = sum(s.length for s in self._geometry.groups[group].segments[:first])
-        area, arena, slot_bytes, segments, *ids = self._request(group, block_ids, slots)
+        request = self._request(group, block_ids, slots)
+        area, arena, slot_bytes, segments, blocks, targets = request
         # Each slot starts ``place`` bytes later; no run goes beyond the end of its slot.
         shifted = (arena[0] + place, arena[1])
-        _native.scatter(area, shifted, slot_bytes, segments[3 * first : 3 * end], *ids)
+        _native.scatter(area, shifted, slot_bytes, segments[3 * first : 3 * end], blocks, targets)
 
     def _request(self, group: int, block_ids: Sequence[int], slots: Sequence[int]) -> _Request:
         check_request(self._geometry, self._num_slots, group, block_ids, slots)

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from kvconnect import memory
+from kvconnect import memory, open_files
 from kvconnect.router import credentials, cross_origin
 from kvconnect.router.admin import make_admin
 from kvconnect.router.cache_admin import CacheAdmin
@@ -61,6 +61,7 @@ SERVER_OPTIONS: dict[str, Any] = {
 """Server options: bodies are not decompressed; a client's disconnect cancels its handler; tokens
 with many groups and cookies make headers long."""
 
+CONNECTIONS = web.AppKey("connections", ClientConnections)
 _TENANT = web.RequestKey("tenant", Tenant)
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -100,6 +101,8 @@ class RouterHandlers:
         limits = options.limits
         body_memory = _body_memory_bytes(limits.body_bytes)
         returns = partial(self._metrics.count, "relay_returns")
+        refused = partial(self._metrics.count, "refused_connections")
+        self.connections = ClientConnections(open_files.limit(), refused)
         self._tenants = Tenants(options.listening.api_keys, isolate=options.listening.isolate)
         self._admin_token = options.admin.token
         self._services = Services(
@@ -120,10 +123,6 @@ class RouterHandlers:
             self._membership.receipts,
             Retries(),
         )
-
-    def connections(self, files: int) -> ClientConnections:
-        """Return the limit of clients' connections of a process that may open ``files``."""
-        return ClientConnections(files, partial(self._metrics.count, "refused_connections"))
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Run the background tasks while the application runs."""
@@ -250,13 +249,11 @@ class RouterHandlers:
 
 
 def make_app(options: RouterOptions, tls: ssl.SSLContext | None = None) -> web.Application:
-    """Return the application. Serve it with :data:`SERVER_OPTIONS`, and with ``tls`` if any."""
-    return application(RouterHandlers(options, tls), options)
-
-
-def application(edge: RouterHandlers, options: RouterOptions) -> web.Application:
-    """Return the application of these handlers."""
+    """Return the application. Serve it with :data:`SERVER_OPTIONS`, and with ``tls`` if any; have
+    its :data:`CONNECTIONS` watch the server."""
+    edge = RouterHandlers(options, tls)
     app = web.Application(middlewares=[edge.authenticate(), _own_errors])
+    app[CONNECTIONS] = edge.connections
     app.cleanup_ctx.extend((edge.run, edge.read_again))
     app.on_shutdown.append(edge.stopping)
     if options.admin.token:

@@ -84,8 +84,8 @@ class EngineLoads(NamedTuple):
 
 
 _NO_MODE = ("none", "none")  # ended before a mode was chosen
-RETURN_REASONS = ("bytes", "full", "ended", "removed", "memory")  # of ``native/relay.c``
-REFUSAL_REASONS = ("address", "files")  # of a client's connection
+_RETURN_REASONS = ("bytes", "full", "ended", "removed", "memory")  # of ``native/relay.c``
+_REFUSAL_REASONS = ("address", "files")  # of a client's connection
 _TICKET_OUTCOMES = ("ok", "failed")
 _EVENT_OUTCOMES = ("ok", "replayed", "late", "lost", "refused")
 _RECEIPT_OUTCOMES = ("ok", "missing")
@@ -250,8 +250,8 @@ def _create_series(families: Mapping[str, Any]) -> None:
         "refused_answers": InputKind,
         "task_failures": TaskKind,
         "withheld_retries": Withheld,
-        "relay_returns": RETURN_REASONS,
-        "refused_connections": REFUSAL_REASONS,
+        "relay_returns": _RETURN_REASONS,
+        "refused_connections": _REFUSAL_REASONS,
         "dropped_fields": DROPPED,
         "hit_tokens": ("expected", "found"),
     }

@@ -16,7 +16,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import disable_created_metrics
 
 from kvconnect import open_files
-from kvconnect.router.app import SERVER_OPTIONS, RouterHandlers, application
+from kvconnect.router.app import CONNECTIONS, SERVER_OPTIONS, make_app
 from kvconnect.router.options import RouterOptions
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def serve(options: RouterOptions) -> None:
     if at.cert:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(at.cert, at.key)
-    files = open_files.raise_limit()
+    open_files.raise_limit()
     family = socket.AF_INET6 if ":" in at.host else socket.AF_INET
     address = (at.host, at.port)
     with socket.create_server(
@@ -59,16 +59,16 @@ def serve(options: RouterOptions) -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
-        uvloop.run(_serve_until_stopped(options, listener, context, files))
+        uvloop.run(_serve_until_stopped(options, listener, context))
 
 
 async def _serve_until_stopped(
-    options: RouterOptions, listener: socket.socket, context: ssl.SSLContext | None, files: int
+    options: RouterOptions, listener: socket.socket, context: ssl.SSLContext | None
 ) -> None:
     """Serve clients until a signal comes, and then until open requests have ended."""
-    edge = RouterHandlers(options, context)
+    app = make_app(options, context)
     runner = web.AppRunner(
-        application(edge, options),
+        app,
         shutdown_timeout=options.limits.drain_s,
         keepalive_timeout=IDLE_S,
         access_log=None,
@@ -80,7 +80,7 @@ async def _serve_until_stopped(
     await runner.setup()
     try:
         assert runner.server is not None, "it is set up"
-        edge.connections(files).watch(runner.server)
+        app[CONNECTIONS].watch(runner.server)
         await web.SockSite(runner, listener, ssl_context=context, backlog=_BACKLOG).start()
         await stop.wait()
     finally:

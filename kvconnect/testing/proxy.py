@@ -285,7 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--delay-ms", type=float, default=0.0, help="one way, each direction")
     parser.add_argument("--rate-mbit", type=float, default=0.0, help="each direction; 0: no limit")
     options = parser.parse_args(arguments)
-    with FaultProxy(*options.target, *options.listen) as proxy:
+    (target_host, target_port), (host, port) = options.target, options.listen
+    with FaultProxy(target_host, target_port, host, port) as proxy:
         proxy.delay(options.delay_ms / 1000)
         proxy.rate(options.rate_mbit * 1e6 / 8)
         sys.stdout.write("relaying {}:{}\n".format(*proxy.address))

@@ -31,4 +31,5 @@ class DeviceNumbers:
 
     def read(self) -> list[int]:
         """Return the numbers, which must have arrived."""
-        return [int(number) for number in self._host.reshape(-1).tolist()]
+        numbers: list[int] = self._host.reshape(-1).tolist()
+        return numbers

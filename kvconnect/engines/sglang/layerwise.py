@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -84,9 +84,8 @@ class LayerwisePush:
         self._layers_called_once = once
         self._offering = False  # the running batch has offered pages
         self._rooms: list[int] = []  # whose pages it has offered
-        self._unresolved: UnresolvedBatch | None = (
-            None  # the last batch, until its numbers are here
-        )
+        # The last batch, until its numbers are here.
+        self._unresolved: UnresolvedBatch | None = None
         self._layer_seen = False  # in the running batch
         self._warned = False
         prefill_rooms.settle = self.settle
@@ -233,9 +232,8 @@ def _first_slots(scheduler: Any, req: Any, blocks: range, size: int) -> torch.Te
     """Return the first slots of a request's blocks, found as in SGLang's own sender."""
     table = scheduler.req_to_token_pool.req_to_token
     first = table[req.kv.req_pool_idx, blocks.start * size : blocks.stop * size : size]
-    slots: torch.Tensor = scheduler.token_to_kv_pool_allocator.translate_kv_indices_for_transfer(
-        first
-    )
+    allocator = scheduler.token_to_kv_pool_allocator
+    slots: torch.Tensor = allocator.translate_kv_indices_for_transfer(first)
     return slots
 
 
@@ -306,6 +304,7 @@ class DeferredFrees:
         only if SGLang sends other pages than a step has offered."""
         every = [DeviceNumbers(slots) for slots in self._slots]
 
+        @cache
         def read() -> set[int]:
             for numbers in every:
                 numbers.wait()

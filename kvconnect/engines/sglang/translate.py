@@ -203,17 +203,19 @@ def _aux_buffers(args: Any, rank: Rank) -> Iterator[Buffer]:
     # their names include it.
     stage = "" if rank.pp_rank == rank.pp - 1 else f"@{rank.pp_rank}"
     rows = zip(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, strict=True)
-    return (Buffer(f"aux.{number}{stage}", *row) for number, row in enumerate(rows))
+    for number, (address, nbytes, item_bytes) in enumerate(rows):
+        yield Buffer(f"aux.{number}{stage}", address, nbytes, item_bytes)
 
 
 def _state_buffers(args: Any, number: int) -> Iterator[Buffer]:
     lists = (args.state_data_ptrs, args.state_data_lens, args.state_item_lens)
     ids = args.state_layer_ids[number] if args.state_layer_ids else ()
     kind, seen = args.state_types[number].value, Counter[int]()
-    for place, values in enumerate(zip(*(each[number] for each in lists), strict=True)):
+    rows = zip(*(each[number] for each in lists), strict=True)
+    for place, (address, nbytes, item_bytes) in enumerate(rows):
         layer = ids[place] if ids else place
-        if values[-1]:  # SGLang lists layers that share another one's index with empty items
-            yield Buffer(f"{kind}.{layer}.{seen[layer]}", *values)
+        if item_bytes:  # SGLang lists layers that share another one's index with empty items
+            yield Buffer(f"{kind}.{layer}.{seen[layer]}", address, nbytes, item_bytes)
         seen[layer] += 1
 
 

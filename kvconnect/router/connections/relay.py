@@ -111,11 +111,11 @@ class StreamRelay:
 
     def _take(self) -> None:
         while (record := self._native.take()) is not None:
-            self._give(Returned(*record))
+            self._give(Returned._make(record))
 
     def _stop(self, key: int) -> None:
         if key in self._away and (record := self._native.remove(key)) is not None:
-            self._give(Returned(*record))
+            self._give(Returned._make(record))
 
     def _give(self, returned: Returned) -> None:
         self._count(returned.reason)

@@ -1,6 +1,6 @@
 """How many connections clients may have open: files are left for engines, and for other clients.
 
-Event loop only.
+With TLS, a connection counts from the end of its handshake on. Event loop only.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CLIENTS_SHARE = 0.75  # of all files: requests to engines need the others
 _ADDRESS_SHARE = 0.75  # of the clients' files
 _LEAST = 8
 _WARN_S = 60.0
+_WHY = b"too many connections are open"
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
-    b"Content-Type: text/plain\r\nContent-Length: 43\r\n\r\n"
-    b"the router has no file left for connections"
+    b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n%b" % (len(_WHY), _WHY)
 )
 
 

@@ -138,6 +138,37 @@ def test_the_lock_has_what_is_asked_for(engine: str, extra: str) -> None:
     ]
 
 
+# The repository -----------------------------------------------------------------------------------
+
+FOLDERS = {".ci", ".github", "benchmarks", "demo", "deploy", "docs", "examples", "kernels"}
+FOLDERS |= {"kvconnect", "requirements", "scripts", "tests"}
+FILES = {".dockerignore", ".gitignore", ".pre-commit-config.yaml", "mkdocs.yml", "pyproject.toml"}
+FILES |= {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md"}
+FILES |= {"SECURITY.md", "setup.py"}
+BUILT = (".whl", ".so", ".fatbin", ".pyc", ".tar.gz", ".deb")
+
+
+def strays(tracked: list[str]) -> list[str]:
+    """Return files that have no place in the repository: built ones, and unknown ones beside the
+    folders."""
+    known = {name for name in tracked if name in FILES or name.partition("/")[0] in FOLDERS}
+    return [name for name in tracked if name not in known or name.endswith(BUILT)]
+
+
+def test_the_repository_has_nothing_that_was_downloaded_or_built() -> None:
+    if not (ROOT / ".git").exists():
+        return
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True)
+    tracked = listed.stdout.decode().splitlines()
+    assert len(tracked) > 500, "the listing has the files"
+    assert strays(tracked) == []
+
+
+def test_a_file_that_has_no_place_is_found() -> None:
+    wrong = ["nh3-1-cp38-abi3.whl", "notes.txt", "kvconnect/_native.abi3.so"]
+    assert strays(["README.md", "kvconnect/types.py", *wrong]) == wrong
+
+
 # Releases -----------------------------------------------------------------------------------------
 
 
