@@ -1,5 +1,10 @@
 """Measures up to which page size the copy kernel is faster than batched DMA, and staging is not
-slower.
+slower than either.
+
+The time to submit a copy counts: the driver takes 0.5 to 5 us for each page of a batch, which is
+more than a link needs for a short one. An H200 loads pages of 16 KiB by DMA at 3.5 GB/s, and by a
+kernel or staged at 50. It counts twice where ways are compared, because one thread submits the
+copies of both directions, and launches of the model wait for the driver's locks meanwhile.
 
 The measurement takes a few seconds, once per machine, device, driver and version of the
 kernels; a file keeps the result. A kernel also takes multiprocessors and memory bandwidth from the
@@ -26,8 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from kvconnect.copy.base import Direction
-from kvconnect.copy.driver import Driver
+from kvconnect.copy.base import MAX_IN_FLIGHT, Direction
+from kvconnect.copy.driver import Driver, Taken
 from kvconnect.errors import TransferFailed
 from kvconnect.user_folders import cache_folder
 
@@ -35,15 +40,16 @@ logger = logging.getLogger(__name__)
 
 PAGES = (4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
 SAMPLE_BYTES = 16 << 20
-REPEATS = 4
-"""Copies of the sample in one measurement, back to back."""
+REPEATS = MAX_IN_FLIGHT
+"""Copies of the sample in one measurement: back to back, and those that are staged beside one
+another, as chunks are."""
 
 ROUNDS = 3
 DIRECTIONS: tuple[Direction, ...] = ("store", "load")
 MARGIN = {"load": 1.3, "store": 1.5}
 LOCK_TIMEOUT_S = 60.0
 _LOCK_POLL_S = 0.05
-_FORMAT = 4  # of the file; increase it when the measurement or the launch of kernels changes
+_FORMAT = 5  # of the file; increase it when the measurement or the launch of kernels changes
 
 
 GRIDS = (2, 4, 8, 16)
@@ -53,29 +59,26 @@ multiprocessor from the model."""
 GRID_SHARE = 1.05
 """Time that fewer thread blocks may take, of that of the most."""
 
-STAGED_SHARE = 1.1
-"""Time that staging may take, of DMA's: with one copy a block it saves CPU time, and a hash is
-made on the way."""
-
 SEGMENT_S = 0.0006
 """Seconds that a staged chunk takes on the link: four in flight outlast the wait of a kernel beside
 prefill (1.6 ms: LMCache's pull request 5067)."""
 
 SMALLEST_SEGMENT, LARGEST_SEGMENT = 16 << 20, 128 << 20
 
-FEWEST_ROWS = 64
-"""Fewer rows hide no launch: DMA was faster below 16 to 64 on an H100 (vLLM's issue 57555)."""
+FEWEST_ROWS = 32
+"""Fewer rows hide no launch, which takes 0.1 ms: on an H200, DMA was faster for fewer than 17 loads
+of 16 KiB, and than 64 stores (16 to 64 on an H100: vLLM's issue 57555)."""
 
 
 @dataclass(frozen=True)
 class CopyThreshold:
-    """What a kernel copies, and what is staged; DMA copies all else.
+    """What is staged, and what a kernel copies; DMA copies all else.
 
     Attributes:
-        store, load: longest run in bytes that a kernel copies, by direction; 0: none.
+        store, load: longest run in bytes that a kernel copies if it is not staged, by direction; 0:
+            none.
         fewest_rows: of one call of a kernel.
-        staged_store, staged_load: longest run that is staged, if a kernel does not copy it; the
-            largest of ``PAGES`` stands for any run.
+        staged_store, staged_load: longest run that is staged, by direction; 0: none.
         grid: thread blocks of the kernel.
     """
 
@@ -87,11 +90,15 @@ class CopyThreshold:
     grid: int = GRIDS[-1]
 
     def method(self, direction: Direction, run_bytes: int) -> str:
-        """Return how runs of this length are copied: ``kernel``, ``staged`` or ``dma``."""
-        if run_bytes <= getattr(self, direction):
-            return "kernel"
-        limit = getattr(self, f"staged_{direction}")
-        return "staged" if run_bytes <= limit or limit == PAGES[-1] else "dma"
+        """Return how blocks of runs of this length are copied: ``staged``, ``kernel`` or
+        ``dma``."""
+        if run_bytes <= getattr(self, f"staged_{direction}"):
+            return "staged"
+        return self.direct(direction, run_bytes)
+
+    def direct(self, direction: Direction, run_bytes: int) -> str:
+        """Return how such runs are copied where they cannot be staged: ``kernel`` or ``dma``."""
+        return "kernel" if run_bytes <= getattr(self, direction) else "dma"
 
 
 _LIMITS = ("store", "load", "staged_store", "staged_load")
@@ -99,38 +106,46 @@ _KEPT = (*_LIMITS, "grid")  # what a file has
 
 DMA_ONLY = CopyThreshold(store=0, load=0)
 
-DEFAULT = CopyThreshold(store=0, load=28 << 10)
-"""Used if the measurement fails: values published for an H100 on PCIe 5."""
+DEFAULT = CopyThreshold(16 << 10, 16 << 10, staged_store=64 << 10, staged_load=64 << 10, grid=4)
+"""Used if the measurement fails: measured on an H200 on PCIe 5."""
 
 SampleCopy = Callable[[Direction, str, int], None]
 """Copies a sample, given direction, method ("kernel", "staged", "dma", or "kernel/N" with N thread
 blocks) and page size."""
 
 
-def choose(seconds: Mapping[tuple[str, str, int], float]) -> CopyThreshold:
-    """Return the largest pages for which the kernel wins, and the largest for which staging does.
+Times = Mapping[tuple[str, str, int], Taken]
+"""Of one copy of the sample, by direction, method and page."""
 
-    ``seconds`` is keyed by (direction, method, page); a method without an entry loses. The search
-    stops at the first page for which a method loses, because a later win is noise.
+
+def choose(times: Times) -> CopyThreshold:
+    """Return the largest pages for which the kernel wins over DMA, and the largest for which
+    staging does over both.
+
+    A method that was not timed loses. The search stops at the first page for which a method loses,
+    because a later win is noise.
     """
 
     def taken(direction: str, method: str, page: int) -> float:
-        return seconds.get((direction, method, page), math.inf)
+        found = times.get((direction, method, page))
+        return math.inf if found is None else found.submit_s + found.total_s
 
     def kernel_wins(direction: str, page: int) -> bool:
-        others = (taken(direction, method, page) for method in ("dma", "staged"))
-        return taken(direction, "kernel", page) * MARGIN[direction] <= min(others)
+        by_kernel = MARGIN[direction] * taken(direction, "kernel", page)
+        return by_kernel <= taken(direction, "dma", page)
 
     def staging_wins(direction: str, page: int) -> bool:
-        limit = STAGED_SHARE * taken(direction, "dma", page)
-        return taken(direction, "staged", page) <= limit
+        by_kernel = MARGIN[direction] * taken(direction, "kernel", page)
+        by_dma = taken(direction, "dma", page)
+        return taken(direction, "staged", page) <= min(by_kernel, by_dma)
 
-    def largest(wins: Callable[[str, int], bool], direction: str, above: int = 0) -> int:
-        longer = [page for page in PAGES if page > above]
-        return max(itertools.takewhile(partial(wins, direction), longer), default=0)
+    def largest(wins: Callable[[str, int], bool], direction: str) -> int:
+        return max(itertools.takewhile(partial(wins, direction), PAGES), default=0)
 
-    kernel = {direction: largest(kernel_wins, direction) for direction in DIRECTIONS}
-    staged = {way: largest(staging_wins, way, above=kernel[way]) for way in DIRECTIONS}
+    kernel, staged = (
+        {direction: largest(wins, direction) for direction in DIRECTIONS}
+        for wins in (kernel_wins, staging_wins)
+    )
     return CopyThreshold(
         store=kernel["store"],
         load=kernel["load"],
@@ -159,8 +174,8 @@ class Calibration:
 
     def _describe(self, direction: str) -> str:
         limits = {
+            "staging": getattr(self.threshold, f"staged_{direction}"),
             "kernel": getattr(self.threshold, direction),
-            "staged": getattr(self.threshold, f"staged_{direction}"),
         }
         named = [f"{name} up to {limit >> 10} KiB" for name, limit in limits.items() if limit]
         method = ", ".join([*named, "DMA above"]) if named else "DMA"
@@ -173,54 +188,57 @@ class Calibration:
 
 
 def measure(driver: Driver, move: SampleCopy) -> Calibration:
-    """Time the methods that the driver has, for every page size and direction, as the best of
-    ``ROUNDS``.
+    """Time the methods that the driver has, as the best of ``ROUNDS``, and choose.
 
     Raises:
         TransferFailed: a copy failed.
     """
-    seconds: dict[tuple[str, str, int], float] = {}
-    methods = ("dma",) if driver.kernels_unavailable_reason else ("kernel", "staged", "dma")
-    for direction in DIRECTIONS:
-        for page in PAGES:
-            for method in methods:
-                seconds[direction, method, page] = _time(driver, move, direction, method, page)
-    threshold = choose(seconds)
-    threshold = replace(threshold, grid=_smallest_grid(driver, move, threshold, seconds))
+    times = time_methods(driver, move)
+    threshold = choose(times)
+    threshold = replace(threshold, grid=_smallest_grid(driver, move, threshold, times))
     gbps: dict[str, Sequence[float]] = {}
     for direction in DIRECTIONS:
         chosen = [(direction, threshold.method(direction, page), page) for page in PAGES]
-        gbps[direction] = [round(SAMPLE_BYTES / seconds[key] / 1e9, 2) for key in chosen]
+        gbps[direction] = [round(SAMPLE_BYTES / times[key].total_s / 1e9, 2) for key in chosen]
     return Calibration(threshold, gbps)
 
 
-def _time(driver: Driver, move: SampleCopy, direction: Direction, method: str, page: int) -> float:
-    work = partial(_repeat, move, direction, method, page)
-    driver.seconds(work)  # warm-up: loads code and fills tables
-    return min(driver.seconds(work) for _ in range(ROUNDS)) / REPEATS
+def time_methods(driver: Driver, move: SampleCopy) -> Times:
+    """Time the methods that the driver has, for every page and direction. Raises
+    :class:`TransferFailed`."""
+    methods = ("dma",) if driver.kernels_unavailable_reason else ("kernel", "staged", "dma")
+    return {
+        (direction, method, page): _time(driver, move, direction, method, page)
+        for direction in DIRECTIONS
+        for page in PAGES
+        for method in methods
+    }
 
 
-def _smallest_grid(
-    driver: Driver,
-    move: SampleCopy,
-    threshold: CopyThreshold,
-    seconds: Mapping[tuple[str, str, int], float],
-) -> int:
+def _time(driver: Driver, move: SampleCopy, direction: Direction, method: str, page: int) -> Taken:
+    once = partial(move, direction, method, page)
+    pieces = [once] * REPEATS if method == "staged" else [partial(_repeat, once)]
+    driver.seconds(pieces)  # warm-up: loads code and fills tables
+    best = min((driver.seconds(pieces) for _ in range(ROUNDS)), key=lambda taken: taken.total_s)
+    return Taken(best.submit_s / REPEATS, best.total_s / REPEATS)
+
+
+def _smallest_grid(driver: Driver, move: SampleCopy, threshold: CopyThreshold, times: Times) -> int:
     """Return how many thread blocks are enough for the longest runs that the kernel copies."""
     limits = [(way, getattr(threshold, way)) for way in DIRECTIONS if getattr(threshold, way)]
     for grid in GRIDS[:-1] if limits else ():
         if all(
-            _time(driver, move, direction, f"kernel/{grid}", page)
-            <= GRID_SHARE * seconds[direction, "kernel", page]
+            _time(driver, move, direction, f"kernel/{grid}", page).total_s
+            <= GRID_SHARE * times[direction, "kernel", page].total_s
             for direction, page in limits
         ):
             return grid
     return GRIDS[-1]
 
 
-def _repeat(move: SampleCopy, direction: Direction, method: str, page: int) -> None:
+def _repeat(once: Callable[[], None]) -> None:
     for _ in range(REPEATS):
-        move(direction, method, page)
+        once()
 
 
 def calibrated(

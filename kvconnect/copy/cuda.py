@@ -200,8 +200,11 @@ class CudaCopier(Copier):
     def method(self, direction: Direction, group: int) -> str:
         """Return the method that copies many blocks of a group: ``kernel``, ``staged`` or
         ``dma``."""
-        way = self._choice.method(direction, self._groups[group].run_bytes)
-        return way if way != "staged" or self._stages(direction, group) else "dma"
+        run_bytes = self._groups[group].run_bytes
+        way = self._choice.method(direction, run_bytes)
+        if way == "staged" and not self._stages(direction, group):
+            return self._choice.direct(direction, run_bytes)
+        return way
 
     def _stages(self, direction: Direction, group: int) -> bool:
         """Return whether blocks of a group have several runs, and there is memory to stage one."""
@@ -286,7 +289,8 @@ class CudaCopier(Copier):
         made = self._groups[group]
         some = runs or made.all_runs
         rows = (made.rows[some[1]] - made.rows[some[0]]) * len(blocks)
-        by_kernel = rows >= self._choice.fewest_rows and self.method(direction, group) == "kernel"
+        way = self._choice.direct(direction, made.run_bytes)
+        by_kernel = way == "kernel" and rows >= self._choice.fewest_rows
         copy = self._launch if by_kernel else self._copy_batch
         try:
             copy(direction, group, (blocks, places), some)
@@ -346,12 +350,12 @@ def _pairs(block_ids: array[int], slots: array[int]) -> array[int]:
 def sample_move(driver: Driver) -> SampleCopy:
     """Return the copy that :func:`kvconnect.copy.calibration.calibrated` measures.
 
-    The copy owns ``SAMPLE_BYTES`` of scratch memory on the host, and three times as much on the
+    The copy owns ``SAMPLE_BYTES`` of scratch memory on the host, and nine times as much on the
     device. Raises :class:`TransferFailed` if there is not enough memory.
     """
     area, arena = driver.device_memory(SAMPLE_BYTES), driver.host_memory(SAMPLE_BYTES)
     copiers = {}
-    stagings = {way: Staging(driver, way, SAMPLE_BYTES, segments=1) for way in DIRECTIONS}
+    stagings = {way: Staging(driver, way, SAMPLE_BYTES) for way in DIRECTIONS}
     blocks = SAMPLE_BYTES // _SAMPLE_BLOCK_BYTES
     for page in PAGES:
         pages = (ByteRun(0, page, page),)
@@ -379,7 +383,7 @@ def sample_move(driver: Driver) -> SampleCopy:
             try:
                 copy.work()
             finally:
-                copy.release()  # the next one runs on the same stream
+                copy.release()  # whoever takes this segment next runs on the same stream
             return
         count = SAMPLE_BYTES // page
         enqueue = copier.enqueue_store if direction == "store" else copier.enqueue_load

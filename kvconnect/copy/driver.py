@@ -16,16 +16,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from kvconnect.copy.base import MAX_DESCRIPTORS
+from kvconnect.copy.base import MAX_DESCRIPTORS, MAX_IN_FLIGHT
 from kvconnect.copy.kernel_loading import load_kernels, source_digest
 from kvconnect.cuda import CudaContext, check
 from kvconnect.errors import Incompatible, TransferFailed
@@ -40,9 +41,13 @@ _NO_HINT = 0
 _LEAST_LENT = 4096
 """Numbers that lent memory has room for at least: the blocks and slots of most chunks."""
 
-_SPINS = (2 << 20, 16 << 20, 128 << 20)
-"""Cycles that a stream spins while work is submitted: about 1, 8 and 64 ms. Work that takes longer
-to submit, or more than the driver's queue holds, is bound by its submission, which then counts."""
+
+class Taken(NamedTuple):
+    """Seconds of the host's clock that it takes to submit some work, and until the device has ended
+    it, from the first call on."""
+
+    submit_s: float
+    total_s: float
 
 
 class Driver(ABC):
@@ -107,12 +112,9 @@ class Driver(ABC):
         """Wait until the current stream has ended its work. Blocks only the calling thread."""
 
     @abstractmethod
-    def seconds(self, work: Callable[[], None]) -> float:
-        """Run ``work`` on an idle stream, wait for it, and return its seconds on the device.
-
-        The time to submit it does not count: the device begins when all is submitted. To get there,
-        ``work`` may be run several times.
-        """
+    def seconds(self, pieces: Sequence[Callable[[], None]]) -> Taken:
+        """Run pieces of work, at most ``MAX_IN_FLIGHT``, each on an idle stream of its own, and
+        wait for them."""
 
 
 def own_stream(device: torch.device, urgent: bool = False) -> torch.cuda.Stream:
@@ -335,23 +337,21 @@ class CudaDriver(Driver):
             done.record(torch.cuda.current_stream(self._device))
             done.synchronize()
 
-    def seconds(self, work: Callable[[], None]) -> float:
-        with _translated("measurement"), torch.cuda.stream(self._timed_stream):
-            for cycles in _SPINS:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(cycles)  # a kernel that ends by itself, so nothing can hang here
-                start.record()
-                work()
-                end.record()
-                submitted_first = not start.query()
-                end.synchronize()
-                if submitted_first:
-                    break
-            return float(start.elapsed_time(end)) / 1e3
+    def seconds(self, pieces: Sequence[Callable[[], None]]) -> Taken:
+        with _translated("measurement"):
+            streams = self._timed_streams[: len(pieces)]
+            began = time.perf_counter()
+            for stream, work in zip(streams, pieces, strict=True):
+                with torch.cuda.stream(stream):
+                    work()
+            submitted = time.perf_counter()
+            for stream in streams:
+                stream.synchronize()
+            return Taken(submitted - began, time.perf_counter() - began)
 
     @functools.cached_property
-    def _timed_stream(self) -> torch.cuda.Stream:
-        return own_stream(self._device)
+    def _timed_streams(self) -> list[torch.cuda.Stream]:
+        return [own_stream(self._device) for _ in range(MAX_IN_FLIGHT)]
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)

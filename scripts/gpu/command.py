@@ -11,7 +11,6 @@ from pathlib import Path
 
 from scripts.gpu import engine, phases, pieces
 from scripts.gpu.steps import Phase, Step
-from scripts.gpu.wheels import PYTHON
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "gpu-site"
@@ -94,10 +93,8 @@ def run_phase(name: str, options: argparse.Namespace) -> int:
 
 
 def pack(options: argparse.Namespace) -> int:
-    check_python(options.python)
     have = options.have.read_text().splitlines() if options.have else []
     contents = pieces.Contents(
-        options.python,
         options.engine,
         options.architecture,
         frozenset(map(engine.name_of, have)),
@@ -106,28 +103,11 @@ def pack(options: argparse.Namespace) -> int:
     return pieces.pack(options.folder, contents)
 
 
-def check_python(command: str) -> None:
-    """End the process unless a command is a Python of the GPU machine's version."""
-    version = "import sys; print('%d.%d' % sys.version_info[:2])"
-    try:
-        made = subprocess.run([command, "-c", version], capture_output=True, text=True)
-        found = made.stdout.strip() or made.stderr.strip() or "no Python"
-    except OSError as error:
-        found = str(error)
-    if found != PYTHON:
-        sys.exit(f"--python {command}: {found}; name an interpreter of Python {PYTHON}")
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/gpu_run")
     commands = parser.add_subparsers(dest="command", required=True)
     pack = commands.add_parser("pack", help="download what a GPU machine lacks, in pieces")
     pack.add_argument("folder", type=Path)
-    pack.add_argument(
-        "--python",
-        required=True,
-        help=f"an interpreter of Python {PYTHON}, to build the C extension",
-    )
     pack.add_argument("--engine", action="store_true", help="with vLLM, for phase b")
     pack.add_argument("--wheel", type=Path, help="of vLLM, instead of downloading it")
     pack.add_argument("--have", type=Path, help="pip freeze of the GPU machine: not packed")

@@ -26,8 +26,14 @@ PAGE = "page-"
 
 
 def calibrate(driver: Driver) -> dict[str, object]:
-    found = calibration.measure(driver, sample_move(driver))
+    move = sample_move(driver)
+    taken = calibration.time_methods(driver, move)
+    found = calibration.measure(driver, move)
     return {
+        "taken_us": {
+            f"{direction}_{method}_{page >> 10}k": [round(1e6 * seconds, 1) for seconds in times]
+            for (direction, method, page), times in taken.items()
+        },
         "driver": driver.name,
         "kernels_unavailable_reason": driver.kernels_unavailable_reason,
         "has_batch": driver.has_batch,

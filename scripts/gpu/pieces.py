@@ -42,10 +42,9 @@ def requirements(names: tuple[str, ...]) -> list[str]:
     return [by_name.get(name, name) for name in names]
 
 
-def build_extension(python: str, folder: Path) -> str:
-    """Build the C extension into ``folder`` with an interpreter of the GPU machine's version;
-    return what became of it."""
-    command = [python, "setup.py", "-q", "build_ext", f"--build-lib={folder}"]
+def build_extension(folder: Path) -> str:
+    """Build the C extension, which any Python loads, into ``folder``; return what became of it."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={folder}"]
     with tempfile.TemporaryDirectory() as scratch:
         download(["setuptools"], Path(scratch))
         for wheel in Path(scratch).glob("*.whl"):
@@ -96,10 +95,9 @@ def _digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Contents:
-    """What to pack. ``python``: an interpreter to build the C extension with. ``have``: packages
-    that the GPU machine has. ``wheel``: of vLLM, instead of downloading it."""
+    """What to pack. ``have``: packages that the GPU machine has. ``wheel``: of vLLM, instead of
+    downloading it."""
 
-    python: str
     with_engine: bool = False
     architecture: int = 90
     have: frozenset[str] = frozenset()
@@ -125,7 +123,7 @@ def pack(folder: Path, contents: Contents) -> int:
         wheels, built, more = (Path(scratch, name) for name in ("wheels", "built", "more"))
         built.mkdir()
         download(requirements(NAMES), wheels)
-        extension = build_extension(contents.python, built)
+        extension = build_extension(built)
         vllm = None
         if contents.with_engine:
             vllm, missing = engine.fetch(more, contents.wheel, set(contents.have))

@@ -23,7 +23,7 @@ import torch
 
 import kvconnect
 from kvconnect import threads
-from kvconnect.copy.driver import Driver
+from kvconnect.copy.driver import Driver, Taken
 from kvconnect.errors import TransferFailed
 from tests.emulated.world import World
 from tests.kernels import launch_on_host
@@ -265,7 +265,7 @@ class EmulatedDriver(Driver):
         done.record()
         done.synchronize()
 
-    def seconds(self, work: Callable[[], None]) -> float:
+    def seconds(self, pieces: Sequence[Callable[[], None]]) -> Taken:
         raise NotImplementedError
 
 

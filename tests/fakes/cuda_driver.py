@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvconnect.copy.driver import Driver
+from kvconnect.copy.driver import Driver, Taken
 from kvconnect.errors import TransferFailed
 from tests.kernels import launch_on_host
 
@@ -74,8 +74,9 @@ class FakeDriver(Driver):
     def synchronize(self) -> None:
         self.note("synchronize")
 
-    def seconds(self, work: Callable[[], None]) -> float:
+    def seconds(self, pieces: Sequence[Callable[[], None]]) -> Taken:
         self.note("seconds")
         before = len(self.calls)
-        work()
-        return self.speed(self.calls[before:])
+        for work in pieces:
+            work()
+        return Taken(0.0, self.speed(self.calls[before:]))

@@ -39,8 +39,8 @@ class HostBench(copy_cuda.CudaBench):
         self.random = copy_cuda.random.Random(seed)
         self.device = torch.device("cpu")
         self.area = torch.empty(copy_cuda.AREA_BYTES, dtype=torch.uint8).random_()
-        slots = copy_cuda.AREA_BYTES // copy_cuda.PAGES["4m"]
-        self.store = self.make_arena(slots, copy_cuda.PAGES["4m"])
+        slots = copy_cuda.AREA_BYTES // copy_cuda.BLOCK_BYTES
+        self.store = self.make_arena(slots, copy_cuda.BLOCK_BYTES)
         self.arena = self.store.tensor()
         self.streams = HostStreams()
 
@@ -59,6 +59,7 @@ def use_host(monkeypatch: pytest.MonkeyPatch, driver: type[FakeDriver]) -> None:
 
     for name, value in {
         "SAMPLE_BYTES": 4 * MIB,
+        "DIGESTED_BYTES": 4 * MIB,
         "SIZES": dict.fromkeys(copy_cuda.SIZES, 8 * MIB),
         "AREA_BYTES": 16 * MIB,
         "MATRIX": 8,
@@ -72,7 +73,7 @@ def use_host(monkeypatch: pytest.MonkeyPatch, driver: type[FakeDriver]) -> None:
         monkeypatch.setattr(module, "SAMPLE_BYTES", MIB)
     for name, number in {"BLOCK_BYTES": 8192, "JOB_BYTES": 8 * 8192, "HOG_US": 10}.items():
         monkeypatch.setattr(copy_executor, name, number)
-    monkeypatch.setattr(copy_beside, "JOBS", 3)
+    monkeypatch.setattr(copy_beside, "JOB_BLOCKS", 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
     monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -32,7 +32,6 @@ FAIL = {
 LEFT_OUT = {
     "test_cuda_copy.py::test_events_tell_the_time": "nothing but time",
     "test_cuda_copy.py::test_ways_can_be_measured": "copies of a minute: gpu_run has them in small",
-    "test_cuda_copy.py::test_the_time_to_submit_work_does_not_count": "nothing but time",
 }
 FILES_LEFT_OUT = {
     "test_cuda_faults.py": "processes of their own, of which some lose the device",

@@ -264,7 +264,7 @@ def test_ways_can_be_measured() -> None:
     assert all(0 < rate < 1000 for rates in found.gbps.values() for rate in rates)
 
 
-def test_the_time_to_submit_work_does_not_count() -> None:
+def test_the_time_to_submit_work_counts() -> None:
     page = torch.zeros(1 << 20, dtype=torch.uint8).pin_memory()
 
     def work() -> None:
@@ -273,8 +273,8 @@ def test_the_time_to_submit_work_does_not_count() -> None:
             time.sleep(0.01)
 
     driver = open_driver(DEVICE)
-    driver.seconds(work)
-    assert driver.seconds(work) < 0.005
+    taken = driver.seconds([work, work])
+    assert taken.total_s >= taken.submit_s >= 0.04
 
 
 def test_without_kernels_dma_copies_everything(monkeypatch: pytest.MonkeyPatch) -> None:

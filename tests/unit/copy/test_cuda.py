@@ -279,7 +279,8 @@ def make(
 ) -> Callable[..., tuple[copy.Copier, FakeDriver]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     copy._warn_once.cache_clear()
-    monkeypatch.setattr(calibration, "REPEATS", 1)
+    for name, number in {"REPEATS": 1, "ROUNDS": 1, "SMALLEST_SEGMENT": 1 << 16}.items():
+        monkeypatch.setattr(calibration, name, number)
     for module in ("calibration", "cuda"):
         monkeypatch.setattr(f"kvconnect.copy.{module}.SAMPLE_BYTES", 4 * PAGES[-1])
 
@@ -680,81 +681,33 @@ def test_the_stub_refuses_what_the_driver_refuses(
 
 # Timing -----------------------------------------------------------------------------------------
 
-US = 1e-6
-WORK_US, SUBMIT_US = 30, 100  # of a piece of work: it takes longer to submit than to run
 
+class SlowStream:
+    """A stream that needs a second until it has ended its work, on a clock of its own."""
 
-class Clock:
-    """A thread and a stream, each with its own time in seconds; only calls take time."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cycles_per_s: float) -> None:
-        self.thread = self.stream = 0.0
-        self.spins: list[int] = []
-        self.cycles_per_s = cycles_per_s
-        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *_, **__: None)
-        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-        monkeypatch.setattr(torch.cuda, "_sleep", self.sleep)
-        monkeypatch.setattr(torch.cuda, "Event", partial(ClockEvent, self))
-
-    def submit(self, submit_s: float, work_s: float) -> None:
-        self.thread += submit_s
-        self.stream = max(self.stream, self.thread) + work_s
-
-    def sleep(self, cycles: int) -> None:
-        self.spins.append(cycles)
-        self.submit(US, cycles / self.cycles_per_s)
-
-
-class ClockEvent:
-    def __init__(self, clock: Clock, enable_timing: bool) -> None:
-        assert enable_timing
-        self.clock = clock
-        self.time = 0.0
-
-    def record(self) -> None:
-        self.clock.submit(US, 0)
-        self.time = self.clock.stream
-
-    def query(self) -> bool:
-        return self.clock.thread >= self.time
+    def __init__(self, clock: list[float], running: list[str]) -> None:
+        self.clock, self.running = clock, running
 
     def synchronize(self) -> None:
-        self.clock.thread = max(self.clock.thread, self.time)
-
-    def elapsed_time(self, end: ClockEvent) -> float:
-        assert end.query()
-        return (end.time - self.time) * 1e3
+        self.clock[0] += 1.0
+        self.running.append("wait")
 
 
-def timed(clock: Clock, driver: CudaDriver, times: int) -> float:
+def test_the_time_to_submit_work_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = OnStub(monkeypatch, None, DMA).driver
+    clock, running = [0.0], list[str]()
+    monkeypatch.setattr(cuda_driver, "own_stream", lambda device: SlowStream(clock, running))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(cuda_driver.time, "perf_counter", lambda: clock[0])
+
     def work() -> None:
-        for _ in range(times):
-            clock.submit(SUBMIT_US * US, WORK_US * US)
+        clock[0] += 5.0
+        running.append("work")
 
-    return driver.seconds(work) / times / US
-
-
-@pytest.mark.parametrize("cycles_per_s", [1e9, 2e9, 2e10])
-@pytest.mark.parametrize("times", [1, 9, 60])
-def test_the_time_to_submit_work_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, cycles_per_s: float, times: int
-) -> None:
-    driver = OnStub(monkeypatch, None, DMA).driver
-    clock = Clock(monkeypatch, cycles_per_s)
-    assert timed(clock, driver, times) == pytest.approx(WORK_US)
-    assert timed(clock, driver, times) == pytest.approx(WORK_US)
-    clock.cycles_per_s = 1e18  # negative control: the stream is idle when the work comes
-    assert timed(clock, driver, times) >= SUBMIT_US
-
-
-def test_work_that_cannot_be_submitted_in_time_is_timed_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = OnStub(monkeypatch, None, DMA).driver
-    clock = Clock(monkeypatch, 2e9)
-    assert timed(clock, driver, 10_000) == pytest.approx(SUBMIT_US, rel=0.1)
-    assert clock.spins == list(cuda_driver._SPINS)
-    assert sum(clock.spins) / 1e9 < 0.2  # it cannot hang, at any clock of a device
+    assert driver.seconds([work]) == (5.0, 6.0)
+    running.clear()
+    assert driver.seconds([work] * 3) == (15.0, 18.0)
+    assert running == ["work"] * 3 + ["wait"] * 3  # beside one another
 
 
 def test_addresses_of_runs_are_the_same_with_and_without_the_extension() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -133,6 +134,9 @@ def test_without_memory_for_segments_dma_copies(caplog: pytest.LogCaptureFixture
     arena = noise(SLOTS * whole.slot_bytes, 1)
     copier = CudaCopier(area, arena, whole, driver, STAGED, tiny)
     assert copier.method("load", 0) == "dma"  # a block is one run anyway
+    kernels = replace(STAGED, store=64, load=64)
+    copier = CudaCopier(area, arena, whole, driver, kernels, tiny)
+    assert copier.method("load", 0) == "kernel"  # what is not staged takes the next best way
 
 
 def ended(executor: CopyExecutor) -> list[FailureCause]:

@@ -43,20 +43,36 @@ def test_all_figures_are_there(run: Callable[[type[FakeDriver]], dict[str, objec
         for against in ("limit", "batch")
         for direction in ("store", "load", "both")
         for page in copy_cuda.PAGES
-    } | {"interference", "launch_us_1000"}
+    }
+    wanted |= {
+        f"{figure}_{direction}_{page}"
+        for figure in ("gbps", "cpu_ms_per_gib")
+        for direction in ("store", "load", "both")
+        for page in copy_cuda.PAGES
+    }
     wanted |= {f"gbps_digest_{page}" for page in copy_cuda.PAGES}
     wanted |= {
         f"executor_ratio_{variant}{hog}"
         for digest in ("off", "sampled", "full")
-        for variant in (digest, f"store_{digest}", f"{digest}_8m_2", f"{digest}_time_8")
+        for variant in (digest, f"store_{digest}")
         for hog in ("", "_hog")
     }
+    wanted |= {
+        f"executor_ratio_{digest}_{settings}"
+        for digest in ("off", "sampled", "full")
+        for settings in ("8m_2", "time_8")
+    }
     ways = {"dma", "staged", *(f"kernel_{grid}" for grid in GRIDS)}
-    wanted |= {f"{figure}_{way}" for figure in ("slowdown", "gbps_beside") for way in ways}
-    assert wanted <= figures.keys()
-    idle = {name for name in wanted if name.startswith(("interference", "slowdown", "gbps_beside"))}
-    assert all(figures[name] == 0.0 for name in idle if "gbps" not in name)
-    assert all(figures[name] > 0 for name in wanted - idle)  # type: ignore[operator]
+    beside = {
+        f"{figure}_{way}_{direction}_{page}"
+        for figure in ("slowdown", "gbps_beside")
+        for way in ways
+        for direction in ("store", "load")
+        for page in copy_beside.PAGES
+    }
+    assert wanted | beside <= figures.keys()
+    assert all(figures[name] > 0 for name in wanted)  # type: ignore[operator]
+    assert all(figures[name] == 0.0 for name in beside if name.startswith("slowdown"))
 
 
 def test_wrong_bytes_are_not_timed(run: Callable[[type[FakeDriver]], dict[str, object]]) -> None:
@@ -88,7 +104,7 @@ def test_executors_run_with_the_settings_that_their_figures_name(
 ) -> None:
     before = copy_schedule.MAX_IN_FLIGHT, copy_schedule.CHUNK_BYTES, copy_schedule.CHUNK_S
     monkeypatch.setattr(Counting, "seen", set())
-    assert len(sweep(monkeypatch)) == 2 * (3 * 3 * 3 + 3)
+    assert len(sweep(monkeypatch)) == 3 * 3 * 3 + 3 * (1 + 2)  # with stores, and beside a hog
     chunks = {(8 * MIB, 0.0), (32 * MIB, 0.0), before[1:]}
     assert Counting.seen == {(flights, *chunk) for flights in (2, 4, 8) for chunk in chunks}
     after = copy_schedule.MAX_IN_FLIGHT, copy_schedule.CHUNK_BYTES, copy_schedule.CHUNK_S
@@ -101,28 +117,50 @@ def test_failed_copies_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         sweep(monkeypatch)
 
 
-def test_stores_take_the_way_that_their_figures_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_take_the_way_that_their_figures_name(monkeypatch: pytest.MonkeyPatch) -> None:
     use_host(monkeypatch, FakeDriver)
     bench = copy_cuda.CudaBench(seed=0)
+    page = copy_beside.PAGES["64k"]
+    (copy,) = bench.pick("store", 2)
     for way, choice in copy_beside.ways(has_kernels=True).items():
         driver = FakeDriver()
-        with closing(copy_beside.Stores(bench, driver, way, choice)) as stores:
+        with closing(copy_beside.jobs_by(bench, driver, page, way, choice)) as jobs:
             driver.calls.clear()
-            assert stores.beside(lambda: 7.0)[0] == 7.0
+            jobs.run([copy])
         kernels = {"dma": set(), "staged": {"gather_staged"}}.get(way, {"gather_pages"})
         assert set(driver.calls) - {"copy_batch", "upload"} == kernels
     assert list(copy_beside.ways(has_kernels=False)) == ["dma"]
-    with pytest.raises(SystemExit, match="stored by dma, not by kernel_2"):  # negative control
-        copy_beside.Stores(bench, FakeDriver(), "kernel_2", DMA_ONLY)
+    with pytest.raises(SystemExit, match="copied by dma, not by kernel_2"):  # negative control
+        copy_beside.jobs_by(bench, FakeDriver(), page, "kernel_2", DMA_ONLY)
 
 
-def test_failed_stores_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_go_on_beside_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     use_host(monkeypatch, FakeDriver)
     bench, driver = copy_cuda.CudaBench(seed=0), FakeDriver()
-    with closing(copy_beside.Stores(bench, driver, "dma", DMA_ONLY)) as stores:
+    (copy,) = bench.pick("load", 1)
+    with closing(copy_beside.jobs_by(bench, driver, 64 << 10, "dma", DMA_ONLY)) as jobs:
+
+        def work() -> float:
+            goal = driver.calls.count("copy_batch") + 20  # more than are queued at once
+            while driver.calls.count("copy_batch") < goal:
+                time.sleep(0.001)
+            return 7.0
+
+        milliseconds, rate = copy_beside.beside(jobs, copy, work)
+        assert milliseconds == 7.0 and rate > 0
+        after = driver.calls.count("copy_batch")
+        jobs.run([copy])  # the endless ones have ended
+        assert driver.calls.count("copy_batch") == after + 1
+
+
+def test_failed_copies_beside_work_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_host(monkeypatch, FakeDriver)
+    bench, driver = copy_cuda.CudaBench(seed=0), FakeDriver()
+    (copy,) = bench.pick("store", 1)
+    with closing(copy_beside.jobs_by(bench, driver, 64 << 10, "dma", DMA_ONLY)) as jobs:
         driver.fail_at, driver.lost = len(driver.calls), True
         with pytest.raises(SystemExit, match="a copy failed"):
-            stores.beside(lambda: 7.0)
+            copy_beside.beside(jobs, copy, lambda: 7.0)
 
 
 def test_a_hog_holds_the_gil_only_beside_its_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def gpu_run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_steps_run_dry_without_a_gpu(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    chosen = ["probe", "descriptors", "copies-page-16k", "copies-launch", "tests-host_pin"]
+    chosen = ["probe", "descriptors", "copies-page-16k", "copies-digests", "tests-host_pin"]
     made = gpu_run("a", "--dry-run", "--out", str(tmp_path), "--only", *chosen)
     assert made.returncode == 0, made.stdout + made.stderr
     report = json.loads((tmp_path / "a.json").read_text())
@@ -45,7 +45,7 @@ def test_steps_run_dry_without_a_gpu(tmp_path: Path) -> None:
     figures = [result["figures"] for result in report["steps"]]
     assert figures[0]["page_locked"] and figures[1]["fault"] is None
     assert figures[1]["queued_us_1024_16k"] > 0 and figures[2]["gbps_load_16k"] > 0
-    assert figures[3]["launch_us_1000"] > 0 and figures[4]["passed"] == 2
+    assert figures[3]["gbps_digest_16k"] > 0 and figures[4]["passed"] == 2
     assert all(f"== {name}" in (tmp_path / "a.log").read_text() for name in chosen)
 
 
@@ -54,9 +54,9 @@ def test_a_step_that_is_not_dry_fails_without_a_gpu(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         return
-    made = gpu_run("a", "--out", str(tmp_path), "--only", "copies-launch")
+    made = gpu_run("a", "--out", str(tmp_path), "--only", "copies-digests")
     assert made.returncode == 1 and "torch sees no CUDA device" in made.stdout
-    assert json.loads((tmp_path / "a.json").read_text())["failed"] == ["copies-launch"]
+    assert json.loads((tmp_path / "a.json").read_text())["failed"] == ["copies-digests"]
 
 
 def test_an_interpreter_without_a_gpu_is_not_ready(tmp_path: Path) -> None:
@@ -88,18 +88,9 @@ def test_tests_that_need_an_engine_are_in_phase_b() -> None:
     assert not names & {step.name for step in phases.copies()}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["a"], "--out"),
-        (["pack", "folder"], "--python"),
-        (["pack", "folder", "--python", "no-such"], "No such file or directory: 'no-such'; name"),
-        (["pack", "folder", "--python", "/bin/false"], "--python /bin/false: no Python; name an"),
-    ],
-)
-def test_what_a_run_would_be_lost_without_is_asked_for(arguments: list[str], said: str) -> None:
-    made = gpu_run(*arguments)
-    assert made.returncode in (1, 2) and said in made.stderr
+def test_where_the_report_goes_is_asked_for() -> None:
+    made = gpu_run("a")
+    assert made.returncode == 2 and "--out" in made.stderr
 
 
 def test_larger_batches_are_not_tried_after_a_fault(
@@ -199,7 +190,7 @@ def measure_executor(bench, rounds): ...
 def measure_all(seed, rounds): ...
 """
     found = phases.benchmark_parts(text)
-    assert found == ["executor", "interference", "ways", "page-1m", "page-4k", "a"]
+    assert found == ["executor", "ways", "page-1m", "page-4k", "a"]
 
 
 def wheel(folder: Path, requires: tuple[str, ...] = ()) -> Path:
