@@ -8,6 +8,7 @@ import logging
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -165,18 +166,23 @@ class RouterHandlers:
 
     async def administer(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Serve the admin API while the application runs."""
-        admin = self._options.admin
+        admin, tls = self._options.admin, self._tls
         limits, indexes = self._options.limits, self._services.caches.indexes
         cache = CacheAdmin(self._fleet, self._client, self._tenants, limits.timeout_s, indexes)
         made = make_admin(
             self._fleet, self._membership, cache, lambda: self._admin_token, limits.drain_s
         )
-        runner = web.AppRunner(made)
-        await runner.setup()
-        await web.TCPSite(runner, admin.host, admin.port).start()
-        logger.info("admin API on %s", runner.addresses[0])
-        yield
-        await runner.cleanup()
+        address = admin.host, admin.port
+        async with _at_own_address("admin API", made, address, tls if admin.tls else None):
+            yield
+
+    async def serve_metrics(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
+        """Serve the metrics at an address of their own while the application runs."""
+        address, made = self._options.listening.metrics, web.Application()
+        assert address is not None, "there is one"
+        made.router.add_get("/metrics", self.metrics)
+        async with _at_own_address("metrics", made, address, None):
+            yield
 
     def authenticate(self) -> Middleware:
         """Return what rejects requests without a known API key, if keys are set. Public paths, and
@@ -264,10 +270,28 @@ def make_app(options: RouterOptions, tls: ssl.SSLContext | None = None) -> web.A
     app.router.add_get("/health", edge.health)
     app.router.add_get("/live", edge.live)
     app.router.add_get("/ready", edge.health)
-    app.router.add_get("/metrics", edge.metrics)
+    if options.listening.metrics is None:
+        app.router.add_get("/metrics", edge.metrics)
+    else:
+        app.cleanup_ctx.append(edge.serve_metrics)
     if origins := options.listening.allowed_origins:
         cross_origin.allow(app, origins)
     return app
+
+
+@asynccontextmanager
+async def _at_own_address(
+    what: str, made: web.Application, address: tuple[str, int], tls: ssl.SSLContext | None
+) -> AsyncIterator[None]:
+    """Serve another application within the block."""
+    runner = web.AppRunner(made)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, *address, ssl_context=tls).start()
+        logger.info("%s on %s", what, runner.addresses[0])
+        yield
+    finally:
+        await runner.cleanup()
 
 
 def _api_key(headers: Mapping[str, str]) -> str:

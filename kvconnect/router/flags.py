@@ -143,14 +143,15 @@ def _admin_of(arguments: argparse.Namespace) -> AdminAccess:
     path = arguments.admin_token_file
     if not path:
         return AdminAccess()
-    token = read_admin_token(path)
-    return AdminAccess(arguments.admin_host, arguments.admin_port, token, path)
+    token, tls = read_admin_token(path), arguments.admin_tls
+    return AdminAccess(arguments.admin_host, arguments.admin_port, token, path, tls)
 
 
 def _listening_of(arguments: argparse.Namespace) -> Listening:
     path, cert, key = arguments.api_key_file, arguments.tls_cert, arguments.tls_key
     if bool(cert) != bool(key):
         raise ConfigError("tls-cert", cert, "name --tls-cert and --tls-key, or neither")
+    metrics_port = arguments.metrics_port
     return Listening(
         host=arguments.host,
         port=arguments.port,
@@ -167,6 +168,7 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
         retention_s=arguments.retention,
         pass_fields=check_named(arguments.pass_field),
         forward_authorization=arguments.forward_authorization,
+        metrics=None if metrics_port is None else (arguments.metrics_host, metrics_port),
     )
 
 
@@ -205,6 +207,7 @@ def _add_admin(parser: argparse._ArgumentGroup) -> None:
     add("--admin-token-file", default="", metavar="PATH", help="token for the admin API, else off")
     add("--admin-host", default=access.host, help="where it listens (default: %(default)s)")
     add("--admin-port", type=port, default=access.port, help="(default: %(default)s)")
+    add("--admin-tls", action="store_true", help="with the certificate of --tls-cert")
 
 
 def _add_listening(parser: argparse._ArgumentGroup) -> None:
@@ -220,6 +223,9 @@ def _add_listening(parser: argparse._ArgumentGroup) -> None:
         metavar="PATH",
         help="clients' keys, KEY or NAME KEY [priority] a line",
     )
+    what = "serve /metrics at this port alone, and no longer beside the clients' paths"
+    add("--metrics-port", type=port, default=None, metavar="PORT", help=what)
+    add("--metrics-host", default="127.0.0.1", help="address of that port (default: %(default)s)")
     what = "pages of these origins may use the router from a browser; '*': of all"
     add("--allowed-origin", nargs="+", default=[], metavar="ORIGIN", help=what)
     what = "fields of requests that reach engines although the router does not know them"

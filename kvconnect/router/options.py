@@ -204,6 +204,7 @@ class Listening:
         isolate: clients with different keys share no cached KV.
         pass_fields: fields of requests that reach engines although no list of the router has them.
         forward_authorization: engines get the clients' ``Authorization`` header.
+        metrics: host and port at which ``/metrics`` is served alone; None: beside other paths.
         relay: streams pass from engines to clients in native code, where it is built.
         hit_headers: response headers tell how much of a prompt is expected to be cached.
         receipts: engines are asked where the tokens of a prompt came from.
@@ -226,6 +227,7 @@ class Listening:
     retention_s: float = 3600.0
     pass_fields: frozenset[str] = frozenset()
     forward_authorization: bool = False
+    metrics: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.retention_s <= LONGEST_S:
@@ -240,12 +242,14 @@ class Listening:
 @dataclass(frozen=True)
 class AdminAccess:
     """Address and token of the admin API; without a token, the API is off. ``token_file``: path
-    of the file that has the token, read again when it changes; empty: none."""
+    of the file that has the token, read again when it changes; empty: none. ``tls``: it has the
+    certificate of the clients' address."""
 
     host: str = "127.0.0.1"
     port: int = 8001
     token: str = ""
     token_file: str = ""
+    tls: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,6 +297,8 @@ class RouterOptions:
     def __post_init__(self) -> None:
         if self.push_min_tokens < 0:
             raise ConfigError("push-min-tokens", self.push_min_tokens, "use 0 or more")
+        if self.admin.tls and not self.listening.cert:
+            raise ConfigError("admin-tls", "on", "name --tls-cert and --tls-key, too")
 
 
 def engine_specs(flag: str, texts: Sequence[str]) -> tuple[EngineSpec, ...]:

@@ -211,11 +211,11 @@ def answer(data: bytes) -> None:
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_: None
 
-    connection = http1.Connection(lambda: True)
+    connection = http1.Connection(memoryview(b""), lambda: True)
     connection.connection_made(Transport())  # type: ignore[arg-type]
     connection.response = http1.IncomingResponse()
     for piece in (data[: len(data) // 3], data[len(data) // 3 :]):
-        connection.data_received(piece)
+        connection.receive(piece)
     connection.connection_lost(None)
 
 

@@ -19,6 +19,9 @@ import httptools
 from kvconnect.errors import KVConnectError
 from kvconnect.router.connections.relay import NO_MEMORY, Passage, RelayedStream, Returned
 
+READ_BYTES = 64 * 1024
+"""Received at a time. The loop itself would read 256 KiB, of which a client that does not read
+leaves several pieces in memory."""
 _HIGH = 64 * 1024  # buffered bytes at which reading from the engine pauses
 _ONE_WRITE = 256 * 1024  # shorter bodies are sent with their head
 _LINE_END = b"\r\n"
@@ -138,12 +141,13 @@ class IncomingResponse:
             self.keep = self.ended and bool(self.parser.should_keep_alive())
 
 
-class Connection(asyncio.Protocol):
-    """One connection to an engine; carries one request at a time. ``healthy``: whether the engine
-    answers others."""
+class Connection(asyncio.BufferedProtocol):
+    """One connection to an engine; carries one request at a time. ``buffer``: ``READ_BYTES`` that
+    all connections of one loop may share. ``healthy``: whether the engine answers others."""
 
-    def __init__(self, healthy: Callable[[], bool]) -> None:
+    def __init__(self, buffer: memoryview, healthy: Callable[[], bool]) -> None:
         self.used_at = 0.0
+        self._buffer = buffer
         self._healthy = healthy
         self._transport: asyncio.Transport
         self.response = IncomingResponse()  # the response to the last request
@@ -163,8 +167,16 @@ class Connection(asyncio.Protocol):
         """asyncio: the connection is open."""
         self._transport = cast(asyncio.Transport, transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
+        """asyncio: where to read data to. :meth:`buffer_updated` follows before any other call."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """asyncio: data was received."""
+        self.receive(bytes(self._buffer[:nbytes]))
+
+    def receive(self, data: bytes) -> None:
+        """Take data of the engine."""
         response, self._heard = self.response, time.monotonic()
         self._whole_lines = data.endswith(_LINE_END)
         if response.ended:
@@ -327,7 +339,7 @@ class Connection(asyncio.Protocol):
         if returned.reason == NO_MEMORY:
             self._break("there was no memory for what it sent")
         elif returned.rest:
-            self.data_received(returned.rest)
+            self.receive(returned.rest)
 
     async def _wait_for_data(self) -> None:
         if self._broken is not None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from kvconnect.router.connections.http1 import (
+    READ_BYTES,
     BaseUrl,
     ClosedEarly,
     Connection,
@@ -32,6 +33,7 @@ class ConnectionPool:
 
     def __init__(self, silence_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._silence_s = silence_s
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self._idle: dict[BaseUrl, list[Connection]] = {}
         self._asking: dict[BaseUrl, set[Connection]] = {}
         self._down_since: dict[BaseUrl, float] = {}
@@ -156,7 +158,7 @@ class ConnectionPool:
         tls = self._tls if base.tls else None
         connecting = asyncio.ensure_future(
             loop.create_connection(
-                lambda: Connection(lambda: base not in self._down_since),
+                lambda: Connection(self._buffer, lambda: base not in self._down_since),
                 base.host,
                 base.port,
                 ssl=tls,

@@ -46,7 +46,7 @@ def test_a_result_names_the_commit_that_it_measured(
 
 # How old they are ---------------------------------------------------------------------------------
 
-WITHOUT_COMMIT = {"mooncake_storage", "serve", "sglang_handoff", "sharing"}
+WITHOUT_COMMIT = {"mooncake_storage", "serve"}
 """Results that do not say what they measured, or of which release: to be measured again."""
 RELEASES_OLD = 1
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
 from kvconnect.router.connections import pool
 from kvconnect.router.connections.http1 import (
+    READ_BYTES,
     BaseUrl,
     Connection,
     ConnectionLost,
@@ -103,6 +105,36 @@ async def test_connections_to_an_engine_that_is_forgotten_are_closed() -> None:
         assert (engine.connections, other.connections, other.closed) == (2, 1, 0)
         client.close()
         await until(lambda: engine.closed == 2 and other.closed == 1)
+
+
+def long_answer(letter: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % LONG + letter * LONG
+
+
+LONG = 4 << 20
+
+
+async def little_is_kept_of_what_nobody_reads() -> None:
+    """Two answers at once, in the memory that both connections receive to."""
+    letters = (b"a", b"b")
+    async with asked(Engine([long_answer(b"a"), long_answer(b"b")])) as (client, base):
+        head = request_head(base, "GET", "/", {})
+        one, other = [await client.open(base, head) for _ in letters]
+        await until(lambda: one._paused and other._paused)
+        for connection in (one, other):
+            assert READ_BYTES < sum(map(len, connection.response.chunks)) <= 2 * READ_BYTES
+        bodies = await asyncio.gather(read(one), read(other))
+    assert bodies == [letter * LONG for letter in letters]
+
+
+@pytest.mark.parametrize(
+    "make", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_little_is_kept_of_what_nobody_reads(
+    make: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    with asyncio.Runner(loop_factory=make) as runner:
+        runner.run(asyncio.wait_for(little_is_kept_of_what_nobody_reads(), 60))
 
 
 UNFRAMED = b"HTTP/1.0 200 OK\r\n\r\nhalf of it"

@@ -1,0 +1,81 @@
+"""Metrics and the admin API at addresses of their own."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from kvconnect.errors import ConfigError
+from kvconnect.router.options import AdminAccess, Listening, RouterOptions
+from tests.fakes.engine import on_loop, until
+from tests.fakes.router_process import running
+from tests.links import make_certificates
+
+TOKEN = "0123456789abcdef"
+
+
+async def port_of(what: str, log: Path) -> int:
+    """Return the port that a router says it serves something at."""
+    await until(lambda: f"{what} on" in log.read_text())
+    found = re.search(rf"{what} on \('127.0.0.1', (\d+)\)", log.read_text())
+    assert found is not None, log.read_text()
+    return int(found[1])
+
+
+async def status(client: aiohttp.ClientSession, url: str) -> int:
+    async with client.get(url, headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
+        text = await answer.text()
+        assert ("kvconnect_router_requests_total" in text) is (
+            url.endswith("/metrics") and answer.ok
+        )
+        return answer.status
+
+
+@on_loop
+async def test_metrics_have_an_address_of_their_own(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with running(log, KVCONNECT_ROUTER_METRICS_PORT="0") as router:
+        url = f"http://127.0.0.1:{await port_of('metrics', log)}"
+        assert await status(router.client, f"{url}/metrics") == 200
+        assert await status(router.client, f"{url}/v1/models") == 404
+        assert await status(router.client, f"{router.url}/metrics") == 404
+        assert await router.post() == 200
+    async with running(log) as router:  # control: by default they are beside clients' paths
+        assert await status(router.client, f"{router.url}/metrics") == 200
+        assert "metrics on" not in log.read_text()
+
+
+@on_loop
+async def test_the_admin_api_has_the_certificate_of_clients(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path, alternative="IP:127.0.0.1")
+    (token := tmp_path / "token").write_text(TOKEN)
+    token.chmod(0o600)
+    admin = {
+        "KVCONNECT_ROUTER_ADMIN_TOKEN_FILE": str(token),
+        "KVCONNECT_ROUTER_ADMIN_PORT": "0",
+        "KVCONNECT_ROUTER_TLS_CERT": made.tls_cert,
+        "KVCONNECT_ROUTER_TLS_KEY": made.tls_key,
+    }
+    trust = ssl.create_default_context(cafile=made.tls_ca)
+    log = tmp_path / "log"
+    connector = aiohttp.TCPConnector(ssl=trust)
+    async with aiohttp.ClientSession(connector=connector) as client:
+        async with running(log, KVCONNECT_ROUTER_ADMIN_TLS="true", **admin):
+            address = f"127.0.0.1:{await port_of('admin API', log)}/workers"
+            assert await status(client, f"https://{address}") == 200
+            with pytest.raises(aiohttp.ClientError):
+                await status(client, f"http://{address}")
+        async with running(log, **admin):  # control: without the flag it is plain HTTP
+            address = f"127.0.0.1:{await port_of('admin API', log)}/workers"
+            assert await status(client, f"http://{address}") == 200
+
+
+def test_an_admin_api_with_a_certificate_needs_one() -> None:
+    with pytest.raises(ConfigError, match=r"admin-tls.*name --tls-cert"):
+        RouterOptions((), (), admin=AdminAccess(token=TOKEN, tls=True))
+    at = Listening(cert="c", key="k")
+    RouterOptions((), (), admin=AdminAccess(token=TOKEN, tls=True), listening=at)  # control
