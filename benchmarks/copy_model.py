@@ -5,7 +5,8 @@
 :class:`~kvconnect.offload.copy_schedule.CopySchedule` decides, as in the executor; this module
 plays the copy thread, the threads that wait, the driver, the link and the kernels, in simulated
 time. It shows what the decisions cost. It does not show what a GPU does: the costs below are
-published by others, or assumed. So is that kernels of several streams wait for room side by side.
+measured, published by others, or assumed. So is that kernels of several streams wait for room side
+by side.
 
 ``model_ratio_RUN_GBPS_...``: share of the link's rate for blocks of 2 MiB in runs of this length,
 staged, on a link of so many GB/s; ``full``, ``sampled``, ``off``: which blocks are hashed;
@@ -36,17 +37,20 @@ BLOCK_BYTES = 2 << 20
 JOB_BYTES = 1 << 30
 WARM_BYTES, MEASURED_BYTES = 8 << 30, 64 << 30
 
+# Measured on an H200: benchmarks/results/gpu/h200.
+DIGEST_RATE = 400e9  # bytes per second of the digest kernel
+COPY_LAUNCH_S, STAGED_LAUNCH_S = 100e-6, 300e-6  # of the copy thread, for a chunk
+
 # Assumed.
-DIGEST_RATE = 800e9  # bytes per second of the digest kernel
+DIGEST_LAUNCH_S = 60e-6
 STAGED_RATE = 500e9  # of the kernel between segments and KV cache
 FOLD_S = 15e-9  # per KiB of a block; blocks of one launch are folded side by side
-COPY_LAUNCH_S, DIGEST_LAUNCH_S = 100e-6, 60e-6
 LAND_S, BLOCK_S = 20e-6, 1e-6  # to take a result, and per block of it
 DROPS = 0  # calls of a launch by DMA that give up the GIL
 HOG_S = 0.001  # for which another thread holds the GIL each time
 
-# Published: vLLM's pull request 48434 (H100), per copy of a batch; LMCache's pull request 5067, a
-# kernel's wait beside prefill.
+# Published: vLLM's pull request 48434 (H100), per copy of a batch, and an H200 takes as much;
+# LMCache's pull request 5067, a kernel's wait beside prefill.
 SUBMIT_S = 0.5e-6
 ENGINE_S = ((16 * KIB, 0.6e-6), (32 * KIB, 0.65e-6), (64 * KIB, 0.9e-6))  # by run; longer: 1 us
 PREFILL_WAIT_S = 1.6e-3
@@ -144,8 +148,9 @@ class Model:
         blocks = len(part.slots)
         nbytes, copies = blocks * BLOCK_BYTES, blocks * self._copies
         hashed = round(blocks * self._case.digests)
-        seconds = COPY_LAUNCH_S + self._hogged(DROPS)
-        if hashed or self._case.staged:
+        seconds = STAGED_LAUNCH_S if self._case.staged else COPY_LAUNCH_S
+        seconds += self._hogged(DROPS)
+        if hashed and not self._case.staged:
             seconds += DIGEST_LAUNCH_S
         first = self._now + seconds  # the device begins while the others are submitted
         self._now = first + SUBMIT_S * copies

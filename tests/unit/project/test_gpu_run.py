@@ -88,6 +88,15 @@ def test_tests_that_need_an_engine_are_in_phase_b() -> None:
     assert not names & {step.name for step in phases.copies()}
 
 
+def test_phase_b_runs_dry_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    made = gpu_run("b", "--dry-run", "--out", str(tmp_path))
+    assert made.returncode == 0, made.stdout + made.stderr
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert [result["step"] for result in report["steps"]] == [s.name for s in phases.engine()]
+    assert not report["failed"]
+
+
 def test_where_the_report_goes_is_asked_for() -> None:
     made = gpu_run("a")
     assert made.returncode == 2 and "--out" in made.stderr
