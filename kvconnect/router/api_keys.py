@@ -12,21 +12,24 @@ SHORTEST_KEY = 16
 
 _KEY = re.compile(r"[!-~]*")  # what an HTTP header carries unchanged
 _PRIORITY = "priority"
+_WEIGHT = re.compile(r"weight=([1-9][0-9]{0,2})")
+_FORM = "KEY, NAME KEY, or NAME KEY and behind it priority, weight=N (1 to 999), or both"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class ApiKey(NamedTuple):
     """One client: its key, and its name for the operator. Empty: it has none. ``priority``: it may
-    set the priority of its requests."""
+    set the priority of its requests. ``weight``: turns in a row while clients wait for theirs."""
 
     key: str
     name: str = ""
     priority: bool = False
+    weight: int = 1
 
 
 def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
-    """Return the keys in a file's text: ``KEY``, ``NAME KEY`` or ``NAME KEY priority`` a line, and
-    comments after ``#``.
+    """Return the keys in a file's text: ``KEY``, ``NAME KEY`` or ``NAME KEY priority weight=N`` a
+    line, of which the last two may be left out, and comments after ``#``.
 
     Raises:
         ConfigError: a line is something else, or a key or name stands twice. The line is named by
@@ -39,8 +42,9 @@ def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
             continue
         if wrong := _wrong(words, found):
             raise ConfigError(field, path, f"line {number}: {wrong}")
-        name, key, *permissions = words if len(words) > 1 else ("", *words)
-        found.append(ApiKey(key, name, bool(permissions)))
+        name, key, *rest = words if len(words) > 1 else ("", *words)
+        weights = [int(weight[1]) for word in rest if (weight := _WEIGHT.fullmatch(word))]
+        found.append(ApiKey(key, name, _PRIORITY in rest, *weights))
     if not found:
         raise ConfigError(field, path, "put a key in it, or several, one a line")
     return tuple(found)
@@ -48,12 +52,10 @@ def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
 
 def _wrong(words: list[str], before: list[ApiKey]) -> str:
     """Return what is wrong with a line, empty if nothing."""
-    name, key, *permissions = words if len(words) > 1 else ("", *words)
-    if permissions not in ([], [_PRIORITY]) or key.startswith("#"):
-        return (
-            "write KEY, NAME KEY or NAME KEY priority, and comments on lines of their own that "
-            "begin with #"
-        )
+    name, key, *rest = words if len(words) > 1 else ("", *words)
+    kinds = ["weight" if _WEIGHT.fullmatch(word) else word for word in rest]
+    if sorted(kinds) != sorted({*kinds} & {_PRIORITY, "weight"}) or key.startswith("#"):
+        return f"write {_FORM}, and comments on lines of their own that begin with #"
     if len(key) < SHORTEST_KEY:
         return f"use a key of {SHORTEST_KEY} characters or more: openssl rand -hex 32"
     if not _KEY.fullmatch(key):

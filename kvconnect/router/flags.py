@@ -221,7 +221,7 @@ def _add_listening(parser: argparse._ArgumentGroup) -> None:
         "--api-key-file",
         default="",
         metavar="PATH",
-        help="clients' keys, KEY or NAME KEY [priority] a line",
+        help="clients' keys, KEY or NAME KEY [priority] [weight=N] a line",
     )
     what = "serve /metrics at this port alone, and no longer beside the clients' paths"
     add("--metrics-port", type=port, default=None, metavar="PORT", help=what)

@@ -33,8 +33,9 @@ class Admission:
         self._waiting = waiting  # is told the queue's length
 
     @asynccontextmanager
-    async def enter(self, client: str) -> AsyncIterator[None]:
-        """Wait for a turn of ``client``, then hold it for the block.
+    async def enter(self, client: str, weight: int = 1) -> AsyncIterator[None]:
+        """Wait for a turn of ``client``, then hold it for the block. ``weight``: turns in a row
+        that it has.
 
         Raises:
             Busy: the queue is full, or the turn does not come in time.
@@ -45,17 +46,17 @@ class Admission:
         if self._inside < self._limits.concurrent:
             self._inside += 1
         else:
-            await self._wait_turn(client)
+            await self._wait_turn(client, weight)
         try:
             yield
         finally:
             self._leave()
 
-    async def _wait_turn(self, client: str) -> None:
+    async def _wait_turn(self, client: str, weight: int) -> None:
         retry_s = max(1, round(self._limits.queue_s))
         full = f"the queue is full: {self._limits.queue} requests wait"
         turn = asyncio.get_running_loop().create_future()
-        gives_way = self._queue.add(client, turn)
+        gives_way = self._queue.add(client, weight, turn)
         if gives_way is turn:
             raise Busy(full, retry_s)
         if gives_way is not None:

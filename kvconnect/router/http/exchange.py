@@ -107,7 +107,8 @@ class Exchange:
                 asked = await services.intake.read(
                     self._request, self._api, self._tenant, allocation
                 )
-                async with self._spans.queue_wait(services.admission.enter(client)):
+                turn = services.admission.enter(client, self._tenant.weight)
+                async with self._spans.queue_wait(turn):
                     decision = Decision(
                         self._read(asked), services.rules, services.retries, _new_id
                     )

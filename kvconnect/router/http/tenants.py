@@ -21,11 +21,13 @@ class Tenant(NamedTuple):
         name: name or number of its key, or its address.
         secret: key of its cache salts; empty: its requests are not salted.
         priority: it may set the priority of its requests.
+        weight: turns in a row while clients wait for theirs.
     """
 
     name: str
     secret: bytes = b""
     priority: bool = True
+    weight: int = 1
 
     @property
     def id(self) -> str:
@@ -60,8 +62,9 @@ class Tenants:
                 name or f"key {number}",
                 blake2b(key.encode()).digest() if self._isolate else b"",
                 priority,
+                weight,
             )
-            for number, (key, name, priority) in enumerate(keys)
+            for number, (key, name, priority, weight) in enumerate(keys)
         }
 
     def find(self, api_key: str, address: str) -> Tenant | None:

@@ -66,7 +66,8 @@ async def test_who_waits_gets_in_in_order_and_too_many_are_turned_away() -> None
 class Crowd:
     """Requests of several clients for one place, which each gives back as soon as it has it."""
 
-    def __init__(self, queue: int) -> None:
+    def __init__(self, queue: int, **weights: int) -> None:
+        self._weights = weights
         self.admission = Admission(RouterLimits(concurrent=1, queue=queue), lambda waiting: None)
         self.order: list[str] = []
         self.refused: list[str] = []
@@ -87,7 +88,7 @@ class Crowd:
 
     async def _work(self, client: str) -> None:
         try:
-            async with self.admission.enter(client):
+            async with self.admission.enter(client, self._weights.get(client, 1)):
                 await self._open.wait()
                 self.order.append(client)
         except Busy:
@@ -109,7 +110,7 @@ async def test_nobody_waits_behind_all_requests_of_a_greedy_client() -> None:
 @on_loop
 async def test_control_first_come_first_served_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     append = FairQueue._append
-    monkeypatch.setattr(FairQueue, "_append", lambda queue, _, turn: append(queue, "all", turn))
+    monkeypatch.setattr(FairQueue, "_append", lambda queue, _, *more: append(queue, "all", *more))
     crowd = Crowd(queue=1000)
     await crowd.ask(*["greedy"] * 101, *HONEST)
     assert (await crowd.served())[-3:] == HONEST
@@ -122,6 +123,33 @@ async def test_a_greedy_clients_requests_give_way_in_a_full_queue() -> None:
     order = await crowd.served()
     assert crowd.refused == ["greedy"] * 8
     assert sorted(order) == ["b", "b", "c", "d", "greedy", "greedy", "greedy"]
+
+
+@on_loop
+async def test_a_client_has_as_many_turns_in_a_row_as_it_has_weight() -> None:
+    crowd = Crowd(queue=1000, b=3)
+    await crowd.ask("a", *["a", "b", "c"] * 6)  # the first one does not wait
+    assert (await crowd.served())[1:11] == [*"abbbcabbbc"]
+    control = Crowd(queue=1000)
+    await control.ask("a", *["a", "b", "c"] * 6)
+    assert (await control.served())[1:11] == [*"abcabcabca"]
+
+
+@on_loop
+async def test_turns_in_a_row_end_with_the_clients_requests() -> None:
+    crowd = Crowd(queue=1000, a=3, b=3)
+    await crowd.ask("c", *"aa", *"bbbb", *"c")
+    crowd.tasks[1].cancel()
+    await asyncio.sleep(0)
+    assert await crowd.served() == [*"cabbbcb"]
+
+
+@on_loop
+async def test_a_client_with_weight_has_more_room_in_a_full_queue() -> None:
+    crowd = Crowd(queue=8, heavy=3)
+    await crowd.ask("light", *["light"] * 8, *["heavy"] * 8)
+    order = (await crowd.served())[1:]
+    assert (order.count("heavy"), order.count("light")) == (6, 2)
 
 
 @on_loop

@@ -18,6 +18,10 @@ def test_each_line_is_a_key_or_a_name_and_a_key() -> None:
     text = f"# keys of team A, do not share\n\nalice {KEY}\r\n  # more: {KEY}\n\t{OTHER} \n"
     assert parse(text) == (ApiKey(KEY, "alice"), ApiKey(OTHER))
     assert parse(f"alice {KEY} priority\n") == (ApiKey(KEY, "alice", priority=True),)
+    assert parse(f"alice {KEY} weight=20\n") == (ApiKey(KEY, "alice", weight=20),)
+    both = ApiKey(KEY, "alice", priority=True, weight=3)
+    for line in (f"alice {KEY} priority weight=3", f"alice {KEY} weight=3 priority"):
+        assert parse(line) == (both,)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +31,10 @@ def test_each_line_is_a_key_or_a_name_and_a_key() -> None:
         (OTHER[1:], "16 characters or more"),
         ("alice short", "16 characters or more"),
         (f"{KEY} alice", "16 characters or more"),  # the wrong way round
-        (f"alice {KEY} # hers", "write KEY, NAME KEY or NAME KEY priority"),
+        (f"alice {KEY} # hers", "write KEY, NAME KEY, or NAME KEY and behind it"),
+        (f"alice {KEY} weight=0", "write KEY"),
+        (f"alice {KEY} weight=1000", "write KEY"),
+        (f"alice {KEY} weight=2 weight=3", "write KEY"),
         (f"alice team-a {KEY}", "write KEY, NAME KEY"),
         (f"{KEY} #hers-since-march-2026", "write KEY, NAME KEY"),
         (f"{KEY} priority", "16 characters or more"),

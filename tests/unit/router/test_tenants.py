@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,6 +190,32 @@ async def test_a_client_with_many_requests_does_not_hold_up_others() -> None:
             return (await router.post(ASK, headers=a)).status == 200
 
         await until(free)
+
+
+@pytest.mark.parametrize(("weight", "order"), [(2, [1, 3, 4, 2]), (1, [1, 3, 2, 4])])
+@on_loop
+async def test_a_key_with_weight_has_more_turns(weight: int, order: list[int]) -> None:
+    p, d = FakeEngine(prefills), FakeEngine(hangs)
+    keys = (KEYS[0], ApiKey(KEYS[1].key, weight=weight))
+    async with bench([p], [d], listening=Listening(api_keys=keys), concurrent=1) as router:
+        tasks = []
+        for number, key in enumerate((keys[0], keys[0], keys[0], keys[1], keys[1])):
+            headers = {"Authorization": f"Bearer {key.key}"}
+            ask = ASK | {"max_tokens": number + 1}
+            tasks.append(asyncio.create_task(router.post(ask, headers=headers)))
+            if not number:
+                await until(lambda: len(d.asked) == 1)
+                d.answer = decodes
+            else:
+                await until(partial(waiting, router, number))
+        tasks[0].cancel()
+        answers = await asyncio.gather(*tasks[1:])
+    assert {answer.status for answer in answers} == {200}
+    assert [body["max_tokens"] - 1 for body in d.asked[1:]] == order
+
+
+async def waiting(router: Bench, number: int) -> bool:
+    return await router.metric("queue") == number
 
 
 def test_a_client_has_a_share_of_the_room_for_bodies() -> None:
