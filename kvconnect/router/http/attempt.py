@@ -130,9 +130,13 @@ class Attempt:
             await asyncio.gather(prefill, return_exceptions=True)
 
     async def _begin(self, call: EngineCall, receipt: bool | str) -> bytes:
-        """Return the first bytes of decode's answer; all of them if it is not a stream."""
+        """Return the first bytes of decode's answer; all of them if it is no stream, and not
+        long or needed whole."""
         await call.open(self.legs.decode(receipt), self._overhead.written)
-        return await (call.first_event() if call.streams else call.read(self._room.take))
+        if call.streams:
+            return await call.first_event()
+        needed_whole = receipt or self.legs.merges or self.legs.client_ids is not None
+        return await (call.read if needed_whole else call.beginning)(self._room.take)
 
     def _chosen_engines(self, choice: RoutingChoice) -> ChosenEngines:
         fleet = self._services.fleet

@@ -29,12 +29,15 @@ from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.engine_bodies import EngineRequest
 from kvconnect.router.tracing import CallSpan
 
-_EVENT_STREAM = "text/event-stream"
+EVENT_STREAM = "text/event-stream"
 _EVENT_END = b"\n\n"
 _SHOWN = 500  # characters of an engine's own message in an error of the router
 _PASSED_HEADERS = ("Retry-After", "X-Request-Id")
 _MOST_ERROR = 1 << 20  # bytes of an engine's error
 _MOST_BEGINNING = 1 << 20  # bytes of a stream that are inspected before it is passed on
+HELD_BYTES = 1 << 20
+"""Bytes of an answer that is no stream, until which another engine can be tried if it breaks off.
+The rest of a longer one is passed on as it arrives."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class EngineCall:
     @property
     def streams(self) -> bool:
         """Whether the response is a stream of server-sent events."""
-        return self.content_type.startswith(_EVENT_STREAM)
+        return self.content_type.startswith(EVENT_STREAM)
 
     async def open(self, ask: EngineRequest, on_written: Callable[[], None]) -> None:
         """Send the request and wait for the head of a response with status 200.
@@ -193,6 +196,19 @@ class EngineCall:
             body = await read(self._opened, take=take)
         self._outcome = CallOutcome.OK
         return body
+
+    async def beginning(self, take: Callable[[int], None]) -> bytes:
+        """Return the whole response body, or its first bytes if it has more than ``HELD_BYTES``;
+        :attr:`ended` tells which. ``take``: as of :meth:`read`."""
+        pieces, held = [], 0
+        with self._failures():
+            while held <= HELD_BYTES and (piece := await self._opened.readany()):
+                take(len(piece))
+                pieces.append(piece)
+                held += len(piece)
+        if self.ended:
+            self._outcome = CallOutcome.OK
+        return b"".join(pieces)
 
     async def first_event(self) -> bytes:
         """Return a stream's first bytes, up to and including its first event with content.

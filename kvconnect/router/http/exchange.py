@@ -216,7 +216,7 @@ class Exchange:
     ) -> web.StreamResponse:
         attempt = Attempt(self._services, self._spans, self._reply, decision, choice, room)
         async with attempt.answer() as answer:
-            if answer.call.streams:
+            if answer.call.streams or not answer.call.ended:
                 response = await self._stream(answer, choice.mode, decision)
             else:
                 response = self._whole(answer, attempt)
@@ -261,9 +261,10 @@ class Exchange:
             self._deadline.reschedule(None)
 
     async def _stream(self, answer: Answer, mode: Mode, decision: Decision) -> web.StreamResponse:
-        """Pass a stream on as it arrives."""
+        """Pass a stream, or a long answer, on as it arrives."""
         call, first, passing = answer
-        self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
+        if call.streams:
+            self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
         self._spans.first_byte()
         stream = await self._reply.begin(call.content_type, call.headers)
         self._no_deadline()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from aiohttp import HttpVersion11, web
 
 from kvconnect.router.connections.relay import RelayedStream, Returned, StreamRelay
-from kvconnect.router.http.engine_call import EngineResponse
+from kvconnect.router.http.engine_call import EVENT_STREAM, EngineResponse
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.requests import engine_bodies
@@ -110,15 +110,22 @@ class Reply:
         return self._relay.start(engine, client, returned, events_only=events_only)
 
     async def break_off(self, message: str) -> None:
-        """End the stream with an error event in the engines' format."""
+        """End the stream with an error event in the engines' format; what is no stream of events
+        ends with the connection, so that nobody takes it for whole."""
         assert self.stream is not None, "begin() comes first"
+        if self.stream.content_type != EVENT_STREAM:
+            self._abort()
+            return
         begin = b"" if self._tail == _EVENT_END else _EVENT_END  # the last event may be incomplete
         last = begin + engine_bodies.error_event(message, named_events=self._named_events)
         try:
             await asyncio.wait_for(self.stream.write(last), _ERROR_EVENT_S)
         except (TimeoutError, ConnectionError):  # the client does not read, or has disconnected
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            self._abort()
+
+    def _abort(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
 
     def _writable(self) -> asyncio.Transport | None:
         """Return the client's transport if chunks can be written to it without a wait."""
