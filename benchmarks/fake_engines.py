@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 from typing import Any, cast
 
@@ -65,6 +66,14 @@ def _chunk(data: bytes) -> bytes:
 
 _EVENT = _chunk(b"data: " + json.dumps(_choice(" token")).encode() + b"\n\n")
 _FLOOD = 64  # events at once of an engine that does not wait between them
+_LONG_BYTES = 64 << 20  # of decode's answer to a named user, unless it is a stream
+
+
+@functools.cache
+def _long_answer() -> bytes:
+    return _json({**_DONE, **_choice("a" * _LONG_BYTES)})
+
+
 _LAST = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
@@ -117,6 +126,8 @@ class Engine(asyncio.Protocol):
         elif b'"stream": true' in body or b'"stream":true' in body:
             self._transport.write(_STREAM_HEAD)
             self._next(self._tokens)
+        elif b'"user"' in body and self._tokens > 1:
+            self._transport.write(_long_answer())
         else:
             self._transport.write(_json(_DONE))
 

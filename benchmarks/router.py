@@ -14,7 +14,9 @@ generator and the engines share the machine. `answers_per_core_second_*`: answer
 at a time. `streams_per_core_second_*`: the streaming requests above.
 
 Memory: ``SLOW`` clients ask for streams without end and read nothing; `mib_per_slow_stream_*` is
-what the router's process gains by one, once it has taken all it takes.
+what the router's process gains by one, once it has taken all it takes. Then ``HOSTILE`` clients ask
+for answers of 64 MiB that are no streams, and read nothing: `peak_mib_hostile_*` is the most that
+the process ever had.
 
 `*_over_smg` and `*_over_vllm_router` divide KVConnect's figure by the peer's, in the same mode of
 prefill and decode: both at once, as SGLang does it (`bootstrap`), and one after the other, as vLLM
@@ -56,6 +58,7 @@ CROWD = 32
 PROMPT = "The sea was calm. " * 64
 START_S = 60.0
 SLOW = 20  # clients that do not read
+HOSTILE = 12
 RECEIVED = 64 << 10  # bytes that the sockets of these take
 FLOOD = 10**9  # tokens of a stream without end
 SETTLE_S = 60.0
@@ -63,7 +66,7 @@ LIKE = {"smg": "bootstrap", "vllm_router": "pull"}  # which of ours does what a 
 RATIOS = (
     *("added_p50_ms", "added_p99_ms", "added_end_p50_ms", "added_end_p99_ms"),
     *("answers_per_core_second", "streams_per_core_second"),
-    "mib_per_slow_stream",
+    *("mib_per_slow_stream", "peak_mib_hostile"),
 )
 
 
@@ -75,8 +78,8 @@ class Variant(NamedTuple):
     pid: int | None
 
 
-def request_of(stream: bool) -> bytes:
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS, "stream": stream}
+def request_of(stream: bool, **more: object) -> bytes:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS, "stream": stream, **more}
     raw = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n"
@@ -163,24 +166,43 @@ def queued_bytes() -> int:
     return sum(int(part, 16) for both in connections for part in both.split(":"))
 
 
-def slow_stream_mib(variant: Variant) -> float:
-    """Return what a router's memory gains by a client that reads nothing of an endless stream."""
-    assert variant.pid is not None, "an engine's memory is not measured"
-    before = resident_mib(variant.pid)
-    request = request_of(stream=True)
+def peak_mib(pid: int) -> float:
+    """The most memory that a process and its children have had."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    status = Path(f"/proc/{pid}/status").read_text()
+    own = int(status.split("VmHWM:")[1].split()[0]) / 2**10
+    return own + sum(peak_mib(int(child)) for child in children)
+
+
+@contextmanager
+def unread(variant: Variant, clients: int, request: bytes) -> Iterator[None]:
+    """Have clients ask and read nothing; enter the block once all sockets are full."""
     with ExitStack() as ends:
-        clients = [ends.enter_context(socket.socket()) for _ in range(SLOW)]
-        for client in clients:
+        for _ in range(clients):
+            client = ends.enter_context(socket.socket())
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED)
             client.connect(("127.0.0.1", variant.port))
             client.sendall(request)
         end, last, queued = time.monotonic() + SETTLE_S, -1, 0
-        while time.monotonic() < end and queued != last:  # until the sockets are full, too
+        while time.monotonic() < end and queued != last:
             time.sleep(2.0)
             last, queued = queued, queued_bytes()
-        now = resident_mib(variant.pid)
-        assert all(b" 200 " in client.recv(16) for client in clients), "streams have begun"
-    return (now - before) / SLOW
+        yield
+
+
+def memory_of(variant: Variant) -> dict[str, float]:
+    """Return what a router's memory gains by a client that reads nothing of an endless stream, and
+    its peak with those that read nothing of long answers."""
+    assert variant.pid is not None, "an engine's memory is not measured"
+    before = resident_mib(variant.pid)
+    with unread(variant, SLOW, request_of(stream=True)):
+        gained = resident_mib(variant.pid) - before
+    with unread(variant, HOSTILE, request_of(stream=False, user="long answers")):
+        peak = peak_mib(variant.pid)
+    return {
+        f"mib_per_slow_stream_{variant.name}": gained / SLOW,
+        f"peak_mib_hostile_{variant.name}": peak,
+    }
 
 
 # What is compared -------------------------------------------------------------------------------
@@ -313,10 +335,11 @@ def main() -> None:
         figures = measure(found, arguments.seconds, arguments.rate)
     with variants(FLOOD, 0.0) as found:
         for variant in found[1:]:
-            figures[f"mib_per_slow_stream_{variant.name}"] = slow_stream_mib(variant)
+            figures |= memory_of(variant)
             progress(f"slow clients, {variant.name}: done")
     figures |= ratios(figures)
-    figures["mib_per_slow_stream"] = figures["mib_per_slow_stream_push"]
+    for ours in ("mib_per_slow_stream", "peak_mib_hostile"):
+        figures[ours] = figures[f"{ours}_push"]
     figures["rate"] = arguments.rate
     emit("router", figures)
 

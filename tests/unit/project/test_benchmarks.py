@@ -265,7 +265,15 @@ def test_plan(run: Any) -> None:
 @pytest.mark.smokes("router", "fake_engines")
 def test_router(run: Any) -> None:
     found = run(
-        "router", "--seconds", "0.5", "--rate", "100", ROUNDS=1, SLOW=4, PEERS=Path("nowhere")
+        "router",
+        "--seconds",
+        "0.5",
+        "--rate",
+        "100",
+        ROUNDS=1,
+        SLOW=4,
+        HOSTILE=2,
+        PEERS=Path("nowhere"),
     )
     assert found["answers_per_core_second_push"] > 0
 
