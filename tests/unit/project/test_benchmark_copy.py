@@ -35,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[type[FakeDriver]], dict[st
     return run
 
 
-@pytest.mark.smokes("copy_cuda", "copy_beside", "copy_executor")
+@pytest.mark.smokes("copy_cuda", "copy_beside", "copy_executor", "copy_jobs")
 def test_all_figures_are_there(run: Callable[[type[FakeDriver]], dict[str, object]]) -> None:
     figures = run(FakeDriver)
     wanted = {
