@@ -141,10 +141,15 @@ class Engine:
         self.loads.begin(chosen.target.rank, chosen.tokens, now)
         self.breaker.begin(now)
 
-    def ended(self, chosen: TargetChoice) -> None:
-        """Count a request that ended."""
-        self.open -= 1
+    def computed(self, chosen: TargetChoice) -> None:
+        """Count a request whose answer is on its way: its tokens are no load any more."""
         self.loads.end(chosen.target.rank, chosen.tokens)
+
+    def ended(self, chosen: TargetChoice, *, computed: bool) -> None:
+        """Count a request that ended. ``computed``: :meth:`computed` was called."""
+        self.open -= 1
+        if not computed:
+            self.loads.end(chosen.target.rank, chosen.tokens)
 
     @contextmanager
     def awaited(self) -> Iterator[None]:

@@ -123,6 +123,7 @@ class EngineCall:
         self._began = 0.0
         self._connection: Connection | None = None
         self._outcome = CallOutcome.CANCELLED  # until another outcome is known
+        self._computed = False
 
     async def __aenter__(self) -> EngineCall:
         self._metrics.call_began(self.engine.role, self.engine.url)
@@ -138,7 +139,7 @@ class EngineCall:
     ) -> None:
         if self._connection is not None:
             self._pool.release(self.engine.base, self._connection)
-        self.engine.ended(self.target_choice)
+        self.engine.ended(self.target_choice, computed=self._computed)
         if self._outcome in (CallOutcome.OK, CallOutcome.REJECTED):
             self.engine.breaker.succeeded()
         elif self._outcome is not CallOutcome.CANCELLED:
@@ -208,6 +209,9 @@ class EngineCall:
                 held += len(piece)
         if self.ended:
             self._outcome = CallOutcome.OK
+        else:  # a client may read it slowly
+            self._computed = True
+            self.engine.computed(self.target_choice)
         return b"".join(pieces)
 
     async def first_event(self) -> bytes:

@@ -318,10 +318,13 @@ async def test_an_engine_that_froze_is_gone_around(monkeypatch: pytest.MonkeyPat
 
 
 @on_loop
-async def test_a_client_that_reads_a_whole_answer_slowly_holds_no_engine() -> None:
+async def test_a_client_that_reads_a_long_answer_slowly_is_no_load_of_an_engine() -> None:
+    computed = asyncio.Event()
+
     async def long_answer(
         engine: FakeEngine, request: web.Request, body: dict[str, object]
     ) -> web.Response:
+        await computed.wait()
         return web.Response(body=b"7" * (16 << 20), content_type="application/json")
 
     p, d = FakeEngine(prefills), FakeEngine(long_answer)
@@ -331,10 +334,19 @@ async def test_a_client_that_reads_a_whole_answer_slowly_holds_no_engine() -> No
         raw = json.dumps(ASK).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(raw)}\r\n\r\n"
         writer.write(head.encode() + raw)
-        assert b"200" in await reader.readline()
+
+        async def load() -> float:
+            engine = {"role": "decode", "upstream": d.url, "rank": "0"}
+            return await router.metric("tokens_in_flight", **engine)
 
         async def free() -> bool:
-            return await router.metric("in_flight", role="decode", upstream=d.url) == 0
+            return await load() == 0
 
+        await until(lambda: d.asked)
+        assert await load() > 0  # control: while the engine computes
+        computed.set()
+        assert b"200" in await reader.readline()
         await until(free)
+        # What has not been read is still on its way: who ends this engine loses it.
+        assert await router.metric("in_flight", role="decode", upstream=d.url) == 1
         writer.transport.abort()
