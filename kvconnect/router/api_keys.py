@@ -43,8 +43,8 @@ def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
         if wrong := _wrong(words, found):
             raise ConfigError(field, path, f"line {number}: {wrong}")
         name, key, *rest = words if len(words) > 1 else ("", *words)
-        weights = [int(weight[1]) for word in rest if (weight := _WEIGHT.fullmatch(word))]
-        found.append(ApiKey(key, name, _PRIORITY in rest, *weights))
+        weights = (int(weight[1]) for word in rest if (weight := _WEIGHT.fullmatch(word)))
+        found.append(ApiKey(key, name, _PRIORITY in rest, next(weights, 1)))
     if not found:
         raise ConfigError(field, path, "put a key in it, or several, one a line")
     return tuple(found)

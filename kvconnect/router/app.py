@@ -172,16 +172,16 @@ class RouterHandlers:
         made = make_admin(
             self._fleet, self._membership, cache, lambda: self._admin_token, limits.drain_s
         )
-        address = admin.host, admin.port
-        async with _at_own_address("admin API", made, address, tls if admin.tls else None):
+        tls = tls if admin.tls else None
+        async with _at_own_address("admin API", made, admin.host, admin.port, tls):
             yield
 
     async def serve_metrics(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Serve the metrics at an address of their own while the application runs."""
-        address, made = self._options.listening.metrics, web.Application()
-        assert address is not None, "there is one"
+        at, made = self._options.listening, web.Application()
+        assert at.metrics_port is not None, "it has one"
         made.router.add_get("/metrics", self.metrics)
-        async with _at_own_address("metrics", made, address, None):
+        async with _at_own_address("metrics", made, at.metrics_host, at.metrics_port):
             yield
 
     def authenticate(self) -> Middleware:
@@ -270,7 +270,7 @@ def make_app(options: RouterOptions, tls: ssl.SSLContext | None = None) -> web.A
     app.router.add_get("/health", edge.health)
     app.router.add_get("/live", edge.live)
     app.router.add_get("/ready", edge.health)
-    if options.listening.metrics is None:
+    if options.listening.metrics_port is None:
         app.router.add_get("/metrics", edge.metrics)
     else:
         app.cleanup_ctx.append(edge.serve_metrics)
@@ -281,13 +281,13 @@ def make_app(options: RouterOptions, tls: ssl.SSLContext | None = None) -> web.A
 
 @asynccontextmanager
 async def _at_own_address(
-    what: str, made: web.Application, address: tuple[str, int], tls: ssl.SSLContext | None
+    what: str, made: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[None]:
     """Serve another application within the block."""
     runner = web.AppRunner(made)
     await runner.setup()
     try:
-        await web.TCPSite(runner, *address, ssl_context=tls).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
         logger.info("%s on %s", what, runner.addresses[0])
         yield
     finally:

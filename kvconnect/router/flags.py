@@ -151,7 +151,6 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
     path, cert, key = arguments.api_key_file, arguments.tls_cert, arguments.tls_key
     if bool(cert) != bool(key):
         raise ConfigError("tls-cert", cert, "name --tls-cert and --tls-key, or neither")
-    metrics_port = arguments.metrics_port
     return Listening(
         host=arguments.host,
         port=arguments.port,
@@ -168,7 +167,8 @@ def _listening_of(arguments: argparse.Namespace) -> Listening:
         retention_s=arguments.retention,
         pass_fields=check_named(arguments.pass_field),
         forward_authorization=arguments.forward_authorization,
-        metrics=None if metrics_port is None else (arguments.metrics_host, metrics_port),
+        metrics_host=arguments.metrics_host,
+        metrics_port=arguments.metrics_port,
     )
 
 
@@ -225,7 +225,8 @@ def _add_listening(parser: argparse._ArgumentGroup) -> None:
     )
     what = "serve /metrics at this port alone, and no longer beside the clients' paths"
     add("--metrics-port", type=port, default=None, metavar="PORT", help=what)
-    add("--metrics-host", default="127.0.0.1", help="address of that port (default: %(default)s)")
+    what = "address of that port (default: %(default)s)"
+    add("--metrics-host", default=default.metrics_host, help=what)
     what = "pages of these origins may use the router from a browser; '*': of all"
     add("--allowed-origin", nargs="+", default=[], metavar="ORIGIN", help=what)
     what = "fields of requests that reach engines although the router does not know them"

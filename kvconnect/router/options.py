@@ -204,7 +204,8 @@ class Listening:
         isolate: clients with different keys share no cached KV.
         pass_fields: fields of requests that reach engines although no list of the router has them.
         forward_authorization: engines get the clients' ``Authorization`` header.
-        metrics: host and port at which ``/metrics`` is served alone; None: beside other paths.
+        metrics_host, metrics_port: where ``/metrics`` is served alone; without a port, it is
+            served beside the clients' paths.
         relay: streams pass from engines to clients in native code, where it is built.
         hit_headers: response headers tell how much of a prompt is expected to be cached.
         receipts: engines are asked where the tokens of a prompt came from.
@@ -227,11 +228,14 @@ class Listening:
     retention_s: float = 3600.0
     pass_fields: frozenset[str] = frozenset()
     forward_authorization: bool = False
-    metrics: tuple[str, int] | None = None
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.retention_s <= LONGEST_S:
             raise ConfigError("retention", self.retention_s, "use seconds, 0 to a day")
+        if self.metrics_port is None and self.metrics_host != Listening.metrics_host:
+            raise ConfigError("metrics-host", self.metrics_host, "name --metrics-port, too")
         for origin in self.allowed_origins:  # as browsers send them
             scheme, _, host = origin.partition("://")
             if origin != "*" and not (scheme and host and not set(host) & set("/ ,?#")):

@@ -58,13 +58,13 @@ class Tenants:
     def take(self, keys: Sequence[ApiKey]) -> None:
         """Serve the clients with these keys from now on."""
         self._known = {
-            key.encode(): Tenant(
-                name or f"key {number}",
-                blake2b(key.encode()).digest() if self._isolate else b"",
-                priority,
-                weight,
+            each.key.encode(): Tenant(
+                each.name or f"key {number}",
+                blake2b(each.key.encode()).digest() if self._isolate else b"",
+                each.priority,
+                each.weight,
             )
-            for number, (key, name, priority, weight) in enumerate(keys)
+            for number, each in enumerate(keys)
         }
 
     def find(self, api_key: str, address: str) -> Tenant | None:

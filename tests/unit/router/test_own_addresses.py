@@ -74,6 +74,12 @@ async def test_the_admin_api_has_the_certificate_of_clients(tmp_path: Path) -> N
             assert await status(client, f"http://{address}") == 200
 
 
+def test_an_address_of_metrics_needs_a_port() -> None:
+    with pytest.raises(ConfigError, match=r"metrics-host.*0\.0\.0\.0.*name --metrics-port"):
+        Listening(metrics_host="0.0.0.0")
+    Listening(metrics_host="0.0.0.0", metrics_port=9090)  # control
+
+
 def test_an_admin_api_with_a_certificate_needs_one() -> None:
     with pytest.raises(ConfigError, match=r"admin-tls.*name --tls-cert"):
         RouterOptions((), (), admin=AdminAccess(token=TOKEN, tls=True))
