@@ -46,26 +46,12 @@ from kvconnect.copy.kernels import (
     lanes_for,
     page_table,
 )
+from kvconnect.copy.run_addresses import run_addresses
 from kvconnect.copy.staged import BlockPlaces, Staging
 from kvconnect.errors import Misuse, TransferFailed
 
 logger = logging.getLogger(__name__)
 
-
-def torch_run_addresses(
-    starts: array[int], strides: array[int], ids: array[int], limit: int
-) -> bytes:
-    """As ``run_addresses`` of the C extension, but each call of torch gives up the GIL."""
-    numbers, first, step = (torch.frombuffer(n, dtype=torch.int64) for n in (ids, starts, strides))
-    if not 0 <= int(numbers.min()) <= int(numbers.max()) < limit:
-        raise IndexError(f"not all in [0, {limit}): {ids.tolist()}")
-    return bytes((first + numbers.unsqueeze(1) * step).numpy())
-
-
-try:
-    from kvconnect._native import run_addresses
-except ImportError:  # no C compiler when KVConnect was installed
-    run_addresses = torch_run_addresses
 
 _Ids = tuple["array[int]", "array[int]"]
 
@@ -86,7 +72,13 @@ class _GroupTables:
     """
 
     def __init__(
-        self, driver: Driver, group: GroupGeometry, area: int, arena: int, slot_bytes: int
+        self,
+        driver: Driver,
+        group: GroupGeometry,
+        area: int,
+        arena: int,
+        slot_bytes: int,
+        num_slots: int,
     ) -> None:
         table = page_table((s.offset, s.stride, s.length) for s in group.segments)
         self.table = driver.upload(table)
@@ -105,6 +97,7 @@ class _GroupTables:
             arena=arena,
             slot_bytes=slot_bytes,
             block_bytes=sum(self.lengths),
+            num_slots=num_slots,
             table=self.table.data_ptr(),
             rows=self.rows[-1],
         )
@@ -158,7 +151,9 @@ class CudaCopier(Copier):
         self._has_kernels = driver.kernels_unavailable_reason is None
         self._choice = choice if self._has_kernels else DMA_ONLY
         self._groups = [
-            _GroupTables(driver, group, self._area, self._arena, geometry.slot_bytes)
+            _GroupTables(
+                driver, group, self._area, self._arena, geometry.slot_bytes, self._num_slots
+            )
             for group in geometry.groups
         ]
         self._staging = self._make_stagings(make_staging)

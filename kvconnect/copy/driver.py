@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvconnect.copy.base import MAX_DESCRIPTORS, MAX_IN_FLIGHT
+from kvconnect.copy.current_stream import current_stream, use_stream
 from kvconnect.copy.kernel_loading import load_kernels, source_digest
 from kvconnect.cuda import CudaContext, check
 from kvconnect.errors import Incompatible, TransferFailed
@@ -152,8 +153,7 @@ class OwnEvent:
 
     def record(self) -> None:
         """Record the event behind the work of the calling thread's current stream."""
-        stream = torch.cuda.current_stream(self.device)
-        self._context.record(self._handle, stream.cuda_stream)
+        self._context.record(self._handle, current_stream(self.device.index))
 
     def wait(self, stream: torch.cuda.Stream) -> None:
         """Make later work of ``stream`` wait; torch's ``wait_event`` calls this."""
@@ -273,7 +273,8 @@ class CudaDriver(Driver):
         stream = ctypes.c_void_p(handle)
         self._context.enter()  # libcuda needs a current context, unlike torch
         short, long = self._short_batch, self._long_batch
-        if short is None or long is None or not handle:  # the default stream takes no batches
+        # The default stream takes no batches, and a batch of one costs five times a copy.
+        if short is None or long is None or not handle or len(sizes) == 1:
             copy = self._cuda.cuMemcpyAsync
             for target, source, size in zip(targets, sources, sizes, strict=True):
                 check(copy(target, source, size, stream), "cuMemcpyAsync")
@@ -342,7 +343,7 @@ class CudaDriver(Driver):
             streams = self._timed_streams[: len(pieces)]
             began = time.perf_counter()
             for stream, work in zip(streams, pieces, strict=True):
-                with torch.cuda.stream(stream):
+                with use_stream(stream):
                     work()
             submitted = time.perf_counter()
             for stream in streams:
@@ -354,7 +355,7 @@ class CudaDriver(Driver):
         return [own_stream(self._device) for _ in range(MAX_IN_FLIGHT)]
 
     def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        return current_stream(self._device.index)
 
 
 def _typed(library: ctypes.PyDLL) -> ctypes.PyDLL:

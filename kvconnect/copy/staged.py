@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from kvconnect.copy.base import MAX_DESCRIPTORS, MAX_IN_FLIGHT, Direction, StagedCopy
 from kvconnect.copy.driver import Driver
 from kvconnect.copy.kernels import DIGEST_LANES, DIGEST_STEP_BYTES
+from kvconnect.copy.run_addresses import run_addresses
 
 GRID, THREADS = 16, 512
 """A few multiprocessors move more than any link: about 500 GB/s within device memory."""
@@ -34,12 +35,14 @@ def stride_of(block_bytes: int) -> int:
 @dataclass(frozen=True)
 class BlockPlaces:
     """Where the blocks of one group are: ``table`` has ``rows`` rows for the kernels, from ``area``
-    on; slots begin at ``arena`` and lie ``slot_bytes`` apart. All are addresses or bytes."""
+    on; ``num_slots`` slots begin at ``arena`` and lie ``slot_bytes`` apart. All else are addresses
+    or bytes."""
 
     area: int
     arena: int
     slot_bytes: int
     block_bytes: int
+    num_slots: int
     table: int
     rows: int
 
@@ -108,8 +111,9 @@ class Staging:
     def _move(self, segment: _Segment, places: BlockPlaces, slots: array[int]) -> None:
         """Copy between slots and segment: one copy a block."""
         stride, base = stride_of(places.block_bytes), segment.memory.data_ptr()
-        staged = array("q", (base + stride * number for number in range(len(slots))))
-        held = array("q", (places.arena + places.slot_bytes * slot for slot in slots))
+        staged = array("q", range(base, base + stride * len(slots), stride))
+        first, step = array("q", [places.arena]), array("q", [places.slot_bytes])
+        held = array("q", run_addresses(first, step, slots, places.num_slots))
         sizes = array("q", [places.block_bytes]) * len(slots)
         if self._direction == "load":
             self._driver.copy_batch(staged, held, sizes, early=True)

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from kvconnect.copy.current_stream import current_stream, use_stream
 from kvconnect.copy.driver import OwnEvent, own_stream
 from kvconnect.cuda import CudaContext
 from kvconnect.errors import Incompatible, TransferFailed
@@ -242,7 +243,7 @@ def draining(stream: torch.cuda.Stream) -> Iterator[None]:
     Otherwise its bytes could still be written to blocks and slots that have a new owner.
     """
     whole = False
-    with torch.cuda.stream(stream):
+    with use_stream(stream):
         try:
             yield
             whole = True
@@ -290,7 +291,7 @@ class CudaStreams(Streams):
         event.synchronize()
 
     def current(self) -> int:
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        return current_stream(self._device.index)
 
     def mark(self) -> DeviceFence | None:
         event = self._event()

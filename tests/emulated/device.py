@@ -26,6 +26,7 @@ from kvconnect import threads
 from kvconnect.copy.driver import Driver, Taken
 from kvconnect.errors import TransferFailed
 from tests.emulated.world import World
+from tests.fakes import torch_streams
 from tests.kernels import launch_on_host
 
 CUDA = torch.device("cuda:0")
@@ -47,9 +48,11 @@ class EmulatedStream:
     """A queue of work. ``device`` as torch has it."""
 
     device = CUDA
+    device_index, device_type = 0, 1
 
     def __init__(self, emulator: Emulator) -> None:
         self._emulator = emulator
+        self.stream_id = self
         self._queue: deque[list[Callable[[], None]] | Mark] = deque()
         self._waits: dict[int, Mark] = {}  # by id of the entry that must come after it
         self.cuda_stream = len(emulator.world.machines) + 1
@@ -154,7 +157,7 @@ class Emulator:
         """Make an event."""
         return EmulatedEvent(self)
 
-    def current_stream(self, _: object = None) -> EmulatedStream:
+    def current_stream(self) -> EmulatedStream:
         """Return the calling thread's."""
         task = self.world.current
         found = task.local.get("stream") if task else None
@@ -162,14 +165,19 @@ class Emulator:
 
     @contextmanager
     def on(self, stream: EmulatedStream) -> Iterator[None]:
-        """Make a stream the calling thread's."""
-        task = self.world.current
-        assert task is not None
-        before, task.local["stream"] = task.local.get("stream"), stream
+        """Make a stream the calling thread's within the block."""
+        before = self.current_stream()
+        self.change(stream)
         try:
             yield
         finally:
-            task.local["stream"] = before
+            self.change(before)
+
+    def change(self, stream: EmulatedStream) -> None:
+        """Make a stream the calling thread's, from now on."""
+        task = self.world.current
+        assert task is not None
+        task.local["stream"] = stream
 
     def launch(self, *parts: Callable[[], None]) -> None:
         """Put work on the current stream."""
@@ -192,7 +200,7 @@ class Emulator:
         monkeypatch.setattr("kvconnect.offload.streams.OwnEvent", self.event)
         monkeypatch.setattr("kvconnect.offload.streams.CudaContext", lambda _: None)
         monkeypatch.setattr(torch.cuda, "stream", self.on)
-        monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
+        torch_streams.stand_in(monkeypatch, self.current_stream, self.change)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         for module in ("offload.streams", "disaggregation.staging", "engines.sglang.layerwise"):

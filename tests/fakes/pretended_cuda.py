@@ -22,6 +22,7 @@ import torch
 
 from kvconnect import cuda
 from kvconnect.copy import kernel_loading, kernels
+from tests.fakes import torch_streams
 from tests.fakes.stub_driver import StubDriver
 
 DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -117,8 +118,10 @@ class Stream:
     """A stream whose work is over when it is submitted."""
 
     device = DEVICE
+    device_index, device_type = 0, 1
 
     def __init__(self, _device: Any = None, priority: int = 0, handle: int | None = None) -> None:
+        self.stream_id = self
         self.cuda_stream = _of_pool(priority) if handle is None else handle
 
     def wait_event(self, event: Any) -> None:
@@ -166,13 +169,18 @@ class _Current(threading.local):
 _current = _Current()
 
 
+def _change(stream: Stream) -> None:
+    _current.stream = stream
+
+
 @contextlib.contextmanager
 def _on_stream(stream: Stream) -> Iterator[None]:
-    before, _current.stream = _current.stream, stream
+    before = _current.stream
+    _change(stream)
     try:
         yield
     finally:
-        _current.stream = before
+        _change(before)
 
 
 def _patch_torch(patch: pytest.MonkeyPatch) -> None:
@@ -201,13 +209,13 @@ def _patch_torch(patch: pytest.MonkeyPatch) -> None:
         "_sleep": lambda _: None,
         "get_device_properties": lambda _: properties,
         "get_device_name": lambda *_: properties.name,
-        "current_stream": lambda _=None: _current.stream,
         "stream": _on_stream,
         "Stream": Stream,
         "ExternalStream": ExternalStream,
         "Event": Event,
     }.items():
         patch.setattr(torch.cuda, name, stands_in)
+    torch_streams.stand_in(patch, lambda: _current.stream, _change)
 
 
 def pytest_configure(config: pytest.Config) -> None:

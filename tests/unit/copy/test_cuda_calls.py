@@ -34,6 +34,7 @@ from kvconnect.transport.nixl import agent as agents
 from kvconnect.transport.nixl import worker as nixl_worker
 from kvconnect.transport.nixl.worker import NixlWorker
 from kvconnect.types import TransferType
+from tests.fakes import torch_streams
 from tests.fakes.stub_driver import StubDriver
 
 PAGE = mmap.PAGESIZE
@@ -245,7 +246,7 @@ def test_nothing_takes_a_stream_from_torchs_pool() -> None:
 def event_stream(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The thread's current stream."""
     stream = SimpleNamespace(cuda_stream=CudaContext(1).stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    torch_streams.stand_in(monkeypatch, lambda: stream)
     return stream
 
 

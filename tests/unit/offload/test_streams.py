@@ -482,7 +482,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaStreams:
     monkeypatch.setattr(streams_module, "OwnEvent", FakeEvent)
     monkeypatch.setattr(streams_module, "CudaContext", lambda _: None)
     monkeypatch.setattr(streams_module, "own_stream", FakeStream)
-    monkeypatch.setattr(streams_module.torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(streams_module, "use_stream", lambda stream: stream)
     monkeypatch.setattr(streams_module.torch.cuda, "set_device", OWN_DEVICE.set)
     streams = make_streams(torch.device("cuda:3"))
     assert isinstance(streams, CudaStreams)
