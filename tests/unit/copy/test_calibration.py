@@ -22,6 +22,7 @@ from kvconnect.copy import calibration  # noqa: E402
 from kvconnect.copy.calibration import (  # noqa: E402
     DEFAULT,
     DMA_ONLY,
+    GRID_SHARE,
     PAGES,
     REPEATS,
     SAMPLE_BYTES,
@@ -125,7 +126,7 @@ def test_the_kernel_takes_no_more_multiprocessors_than_it_needs(grid: int) -> No
         if "copy_batch" in calls:
             return 2.0
         _, _, blocks = calls[0].partition("/")
-        return 1.06 if blocks and int(blocks) < grid else 1.04 if blocks else 1.0
+        return GRID_SHARE + (0.01 if blocks and int(blocks) < grid else -0.01) if blocks else 1.0
 
     driver.speed = speed
     found = measure(driver, Counted(driver))
