@@ -129,11 +129,13 @@ def check_gpu_run(command: Command) -> None:
     parse(list(command.words[1:]))
 
 
-def check_emulated_arm(command: Command) -> None:
-    """It takes a wheel for Arm; what it does then takes minutes and a system for Arm."""
-    assert command.words[1].endswith("aarch64.whl")
-    ran = subprocess.run([ROOT / command.words[0]], capture_output=True, text=True)
-    assert ran.returncode and "a wheel for aarch64" in ran.stderr
+def check_wheel_tests(command: Command) -> None:
+    """It takes a place and a wheel for it; what it does then takes minutes and another system."""
+    _, place, wheel = command.words
+    assert wheel == {"arm": "dist/*aarch64.whl", "python3.14": "dist/*x86_64.whl"}[place]
+    for wrong in (["elsewhere", __file__], []):
+        ran = subprocess.run([ROOT / command.words[0], *wrong], capture_output=True, text=True)
+        assert ran.returncode and "usage: scripts/wheel_tests arm|python3.14" in ran.stderr
 
 
 def check_example(command: Command) -> None:
@@ -172,7 +174,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "kubectl": check_cluster,
     "kustomize": check_cluster,
     "scripts/gpu_run": check_gpu_run,
-    "scripts/emulated_arm": check_emulated_arm,
+    "scripts/wheel_tests": check_wheel_tests,
     "printf": check_program,
     "sed": check_program,
     "diff": check_program,
