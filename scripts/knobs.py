@@ -128,6 +128,7 @@ KNOBS: dict[str, tuple[str, str]] = {
     "--retention": (_TENANTS, "how long a client may take memory"),
     "--unified": (_FLEET, "engines that prefill and decode"),
     "--pull": (_FLEET, "engines that push badly"),
+    "--disaggregate": (_TUNING, "where a hand-off pays depends on engines, link and prompts"),
     "--push-min-tokens": (_TUNING, "where pushing pays depends on engines and link"),
     "--prefill-policy": (_TUNING, "cached prefixes against even load"),
     "--decode-policy": (_TUNING, "cached prefixes against even load"),

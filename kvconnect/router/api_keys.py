@@ -11,25 +11,29 @@ SHORTEST_KEY = 16
 """Fewest characters of a key."""
 
 _KEY = re.compile(r"[!-~]*")  # what an HTTP header carries unchanged
-_PRIORITY = "priority"
+_PRIORITY, _DISAGGREGATE = "priority", "disaggregate"
 _WEIGHT = re.compile(r"weight=([1-9][0-9]{0,2})")
-_FORM = "KEY, NAME KEY, or NAME KEY and behind it priority, weight=N (1 to 999), or both"
+_FORM = (
+    "KEY, NAME KEY, or NAME KEY and behind it any of priority, disaggregate, weight=N (1 to 999)"
+)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class ApiKey(NamedTuple):
     """One client: its key, and its name for the operator. Empty: it has none. ``priority``: it may
-    set the priority of its requests. ``weight``: turns in a row while clients wait for theirs."""
+    set the priority of its requests. ``weight``: turns in a row while clients wait for theirs.
+    ``disaggregate``: it may say whether its prompts are handed off."""
 
     key: str
     name: str = ""
     priority: bool = False
     weight: int = 1
+    disaggregate: bool = False
 
 
 def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
-    """Return the keys in a file's text: ``KEY``, ``NAME KEY`` or ``NAME KEY priority weight=N`` a
-    line, of which the last two may be left out, and comments after ``#``.
+    """Return the keys in a file's text: ``KEY``, ``NAME KEY`` or ``NAME KEY priority disaggregate
+    weight=N`` a line, of which the last three may be left out, and comments after ``#``.
 
     Raises:
         ConfigError: a line is something else, or a key or name stands twice. The line is named by
@@ -44,7 +48,8 @@ def parse_api_keys(field: str, path: str, text: str) -> tuple[ApiKey, ...]:
             raise ConfigError(field, path, f"line {number}: {wrong}")
         name, key, *rest = words if len(words) > 1 else ("", *words)
         weights = (int(weight[1]) for word in rest if (weight := _WEIGHT.fullmatch(word)))
-        found.append(ApiKey(key, name, _PRIORITY in rest, next(weights, 1)))
+        asks = _DISAGGREGATE in rest
+        found.append(ApiKey(key, name, _PRIORITY in rest, next(weights, 1), asks))
     if not found:
         raise ConfigError(field, path, "put a key in it, or several, one a line")
     return tuple(found)
@@ -54,7 +59,9 @@ def _wrong(words: list[str], before: list[ApiKey]) -> str:
     """Return what is wrong with a line, empty if nothing."""
     name, key, *rest = words if len(words) > 1 else ("", *words)
     kinds = ["weight" if _WEIGHT.fullmatch(word) else word for word in rest]
-    if sorted(kinds) != sorted({*kinds} & {_PRIORITY, "weight"}) or key.startswith("#"):
+    if sorted(kinds) != sorted({*kinds} & {_PRIORITY, _DISAGGREGATE, "weight"}) or key.startswith(
+        "#"
+    ):
         return f"write {_FORM}, and comments on lines of their own that begin with #"
     if len(key) < SHORTEST_KEY:
         return f"use a key of {SHORTEST_KEY} characters or more: openssl rand -hex 32"

@@ -20,13 +20,14 @@ from kvconnect.router.policy.choice import (
     RoutedRequest,
     RoutingChoice,
     RoutingReason,
-    RoutingRules,
     TargetChoice,
     choose,
-    explain_no_choice,
 )
+from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import EngineKind, FleetView, Role
+from kvconnect.router.policy.no_choice import explain_no_choice
 from kvconnect.router.policy.prefixes import CacheHits
+from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import Api
 from kvconnect.router.requests.body import Body, Prompt
@@ -53,6 +54,7 @@ class ClientRequest(NamedTuple):
         headers: those of the client that engines get.
         permissions: which of its fields engines get.
         hints: on the prompt's blocks, for engines.
+        disaggregate: what the client may ask for, and has; None: the operator's rule.
     """
 
     api: Api
@@ -65,6 +67,7 @@ class ClientRequest(NamedTuple):
     headers: Mapping[str, str] = {}
     permissions: Permissions = Permissions()
     hints: Mapping[str, float] = {}
+    disaggregate: Disaggregate | None = None
 
 
 class ChosenEngines(NamedTuple):
@@ -101,9 +104,15 @@ class Decision:
             draw=request.draw,
             session=request.session,
             hits=request.hits,
+            disaggregate=request.disaggregate,
         )
         self._failed = FailedTargets()
         self._losses = 0
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer is a stream."""
+        return self._request.prompt.streamed
 
     @property
     def streams_receipt(self) -> bool:

@@ -19,6 +19,7 @@ from kvconnect.router.options import (
     check_hosts,
     engine_specs,
 )
+from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.router.requests.fields import check_named
@@ -89,6 +90,7 @@ def options_of(arguments: argparse.Namespace) -> RouterOptions:
         decode_policy=RankingPolicy(arguments.decode_policy),
         dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
         intervals=Intervals(arguments.worker_load_check_interval, arguments.probe_interval),
+        disaggregate=Disaggregate(arguments.disaggregate),
     )
     later = bool(sources.file or sources.etcd or options.admin.token)
     for role, named in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
@@ -221,7 +223,7 @@ def _add_listening(parser: argparse._ArgumentGroup) -> None:
         "--api-key-file",
         default="",
         metavar="PATH",
-        help="clients' keys, KEY or NAME KEY [priority] [weight=N] a line",
+        help="clients' keys, KEY or NAME KEY [priority] [disaggregate] [weight=N] a line",
     )
     what = "serve /metrics at this port alone, and no longer beside the clients' paths"
     add("--metrics-port", type=port, default=None, metavar="PORT", help=what)
@@ -252,6 +254,12 @@ def _add_choices(parser: argparse._ArgumentGroup) -> None:
     exclusive.add_argument("--unified", action="store_true", help=what)
     what = "ask decode only after prefill has answered"
     exclusive.add_argument("--pull", action="store_true", help=what)
+    what = (
+        "hand prompts off, have decode engines compute them, or take what is expected sooner for "
+        "each (default: %(default)s)"
+    )
+    rules = [rule.value for rule in Disaggregate]
+    add("--disaggregate", choices=rules, default=default.disaggregate.value, help=what)
     add(
         "--push-min-tokens",
         type=int,

@@ -22,6 +22,7 @@ from kvconnect.router.policy.choice import (
     RoutingReason,
     TargetChoice,
 )
+from kvconnect.router.policy.expected_ttft import HANDOFF_DECISIONS
 from kvconnect.router.policy.fleet_view import Role, TargetLoad
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.requests.fields import DROPPED
@@ -135,6 +136,8 @@ class RouterMetrics:
 
     def chosen(self, choice: RoutingChoice) -> None:
         """Count the choice of an attempt's engines."""
+        if (made := choice.handoff) is not None:
+            self._series("handoff_decisions", made.decision, made.reason.value).inc()
         for role, target_choice in ((Role.PREFILL, choice.prefill), (Role.DECODE, choice.decode)):
             if isinstance(target_choice, TargetChoice):
                 self._series("picks", role.value, target_choice.why.value).inc()
@@ -258,6 +261,8 @@ def _create_series(families: Mapping[str, Any]) -> None:
     for name, values in closed.items():
         for value in values:
             families[name].labels(value.value if isinstance(value, Enum) else value)
+    for decision, because in HANDOFF_DECISIONS:
+        families["handoff_decisions"].labels(decision, because.value)
     for role in Role:
         families["imbalance"].labels(role.value).set(1)
         for why in RankingReason:

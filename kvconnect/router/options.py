@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import LONGEST_S
 from kvconnect.router.api_keys import ApiKey
-from kvconnect.router.policy.choice import RoutingRules
+from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.ranking import RankingPolicy
+from kvconnect.router.policy.rules import RoutingRules
 
 BOOTSTRAP_PORT = 8998  # default of SGLang and of vLLM's MooncakeConnector
 _EXAMPLE = "http://10.0.0.1:8000"
@@ -269,6 +270,7 @@ class RouterOptions:
         prefill_policy, decode_policy: how an engine and rank are chosen.
         dp_minimum_tokens: under policies that ignore loads, use the chosen engine's rank with the
             fewest tokens.
+        disaggregate: whether prompts are handed off, or decode engines compute them alone.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -286,6 +288,7 @@ class RouterOptions:
     decode_policy: RankingPolicy = RankingPolicy.LEAST_TOKENS
     dp_minimum_tokens: bool = False
     intervals: Intervals = Intervals()
+    disaggregate: Disaggregate = Disaggregate.ALWAYS
 
     @property
     def rules(self) -> RoutingRules:
@@ -296,11 +299,15 @@ class RouterOptions:
             pull=self.handoff == "pull",
             push_min_tokens=self.push_min_tokens,
             dp_minimum_tokens=self.dp_minimum_tokens,
+            disaggregate=self.disaggregate,
         )
 
     def __post_init__(self) -> None:
         if self.push_min_tokens < 0:
             raise ConfigError("push-min-tokens", self.push_min_tokens, "use 0 or more")
+        if self.handoff == "none" and self.disaggregate is not Disaggregate.ALWAYS:
+            fix = "leave it out: with --unified, nothing is handed off"
+            raise ConfigError("disaggregate", self.disaggregate.value, fix)
         if self.admin.tls and not self.listening.cert:
             raise ConfigError("admin-tls", "on", "name --tls-cert and --tls-key, too")
 

@@ -17,6 +17,7 @@ from kvconnect.observability import tracing
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.metrics import CallOutcome, RequestOutcome
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
+from kvconnect.router.policy.expected_ttft import HandoffDecision
 from kvconnect.router.requests import engine_bodies
 from kvconnect.types import PromptSource
 
@@ -114,9 +115,10 @@ class _TracedRequestSpans(RequestSpans):
             yield
 
     def chosen(self, choice: RoutingChoice | None) -> None:
-        about: dict[str, str | int] = {}
+        about: dict[str, str | int | float] = {}
         if choice is not None:
             about = {"kvconnect.mode": choice.mode.value, "kvconnect.reason": choice.reason.value}
+            about |= _handoff_attributes(choice.handoff)
             for role, target_choice in (("prefill", choice.prefill), ("decode", choice.decode)):
                 if target_choice is not None:
                     about |= _target_attributes(target_choice, f"kvconnect.{role}")
@@ -172,6 +174,20 @@ class _TracedCallSpan(CallSpan):
 
     def end(self, outcome: CallOutcome) -> None:
         self._ended(self._span, outcome)
+
+
+def _handoff_attributes(made: HandoffDecision | None) -> dict[str, str | float]:
+    """Return the attributes of a decision about a hand-off."""
+    if made is None:
+        return {}
+    about: dict[str, str | float] = {
+        "kvconnect.handoff.decision": made.decision,
+        "kvconnect.handoff.reason": made.reason.value,
+    }
+    if made.expected is not None:
+        about["kvconnect.handoff.expected_ttft_s"] = made.expected.handoff_s
+        about["kvconnect.alone.expected_ttft_s"] = made.expected.alone_s
+    return about
 
 
 def _target_attributes(target_choice: TargetChoice, prefix: str) -> dict[str, str | int]:

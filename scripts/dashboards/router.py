@@ -117,18 +117,33 @@ _CHOICES = PanelRow(
             "Why an engine was picked",
             "reqps",
             (Query(rate(router("picks_total"), "role, why"), "{{role}}: {{why}}"),),
+            width=6,
+        ),
+        Panel(
+            "Prompts handed off, and left to decode, by reason",
+            "reqps",
+            (
+                Query(
+                    rate(router("handoff_decisions_total"), "decision, reason"),
+                    "{{decision}}: {{reason}}",
+                ),
+            ),
+            about="sooner: by expected times to the first token. no_data: not measured yet.",
+            width=6,
         ),
         Panel(
             "Imbalance",
             "short",
             (Query(most(router("imbalance"), "role"), "{{role}}"),),
             about="1: every rank has as many tokens as the others.",
+            width=6,
         ),
         Panel(
             "Prompt tokens expected and found in caches",
             "short",
             (Query(rate(router("hit_tokens_total"), "which"), "{{which}}"),),
             about="Per second. Far apart: the router's picture of the caches is wrong.",
+            width=6,
         ),
         Panel(
             "Tokens of each rank",

@@ -266,7 +266,7 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     """Run engines and a router between them; wait until it holds the engines' standing tickets."""
     async with AsyncExitStack() as ends:
-        for engine in (*prefill, *decode):
+        for engine in dict.fromkeys((*prefill, *decode)):
             await engine.start()
             ends.push_async_callback(engine.stop)
         options = {"intervals": Intervals(probe_s=0), **options}

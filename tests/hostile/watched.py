@@ -30,6 +30,7 @@ from kvconnect.router.options import engine_spec
 from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prefixes import PrefixIndex
+from kvconnect.router.policy.prompt_times import PromptTimer
 from kvconnect.router.supervisor import Supervisor, TaskKind
 from tests.hostile import Outcome
 from tests.hostile.engines import NASTY
@@ -100,7 +101,8 @@ async def run(limit: int | None = None) -> Outcome:
     )
     upstreams = []
     for number, name in enumerate(named):
-        upstream = Engine(Role.PREFILL, number, engine_spec("x", name), Loads(60.0), _nothing)
+        spec, loads, timer = engine_spec("x", name), Loads(60.0), PromptTimer()
+        upstream = Engine(Role.PREFILL, number, spec, loads, _nothing, timer)
         metrics.add_engine(Role.PREFILL, upstream.url)
         upstreams.append(upstream)
     watchers = [

@@ -15,8 +15,10 @@ from kvconnect.router.connections.http1 import BaseUrl
 from kvconnect.router.fleet.pairing import EnginePair, Pairing
 from kvconnect.router.options import EngineSpec, RouterOptions
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
+from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role
 from kvconnect.router.policy.loads import Loads
+from kvconnect.router.policy.prompt_times import PromptTimer
 from kvconnect.router.requests.engine_bodies import EngineTicket, TicketKind
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,8 @@ class Signals:
 
 
 class Engine:
-    """One engine. It is down until a probe passes."""
+    """One engine. It is down until a probe passes. ``loads`` and ``timer`` are those of its server,
+    which may be an engine of the other role too."""
 
     def __init__(
         self,
@@ -67,12 +70,14 @@ class Engine:
         spec: EngineSpec,
         loads: Loads,
         changed: Callable[[Engine], None],
+        timer: PromptTimer,
     ) -> None:
         self.role = role
         self.index = index
         self.spec = spec
         self.base = BaseUrl.of(spec.url)
         self.loads = loads
+        self.timer = timer
         self.info = EngineInfo()
         self.draining = False
         self.open = 0  # requests in progress, or announced by awaited()
@@ -112,6 +117,7 @@ class Engine:
             trusted=self.breaker.allows(now),
             proven=proven,
             share_tickets=self._tickets_of(TicketKind.SHARE, len(ranks), now),
+            times=self.timer.at(now),
         )
 
     def mark(self, *, up: bool) -> None:
@@ -193,6 +199,7 @@ class Fleet:
         self._stale_s = max(_LEAST_STALE_S, STALE_REPORTS * options.intervals.load_s)
         self._observer = observer
         self.unified = options.handoff == "none"
+        self._alone = options.disaggregate is not Disaggregate.ALWAYS
         self.pairing = Pairing(options.intervals.probe_s)
         self._numbers = dict.fromkeys(Role, 0)
         self._by_role: dict[Role, dict[int, Engine]] = {role: {} for role in Role}
@@ -204,7 +211,10 @@ class Fleet:
         """Add an engine. Its number is never reused."""
         index = self._numbers[role]
         self._numbers[role] += 1
-        engine = Engine(role, index, spec, Loads(self._stale_s), self._changed)
+        same = next((other for other in self.all() if other.url == spec.url), None)
+        loads = same.loads if same else Loads(self._stale_s)
+        timer = same.timer if same else PromptTimer()
+        engine = Engine(role, index, spec, loads, self._changed, timer)
         self._by_role[role][index] = engine
         self._observer.add_engine(role, spec.url)
         return engine
@@ -241,7 +251,7 @@ class Fleet:
             )
             for role in Role
         )
-        return FleetView(prefill, decode, self.pairing.broken, self.unified)
+        return FleetView(prefill, decode, self.pairing.broken, self.unified, self._alone)
 
     def broken(self, engine: Engine) -> dict[str, str]:
         """Return the partners with which an engine's last probe failed: URL -> error."""

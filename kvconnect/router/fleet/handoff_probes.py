@@ -106,7 +106,12 @@ class Prober:
         engines += [(Role.DECODE, w.index) for w in decode]
         if not pairing.may_be_due(engines, now):
             return []
-        pairs = [EnginePair(p.index, d.index) for p in prefill for d in decode if p.pairs_with(d)]
+        pairs = [
+            EnginePair(p.index, d.index)
+            for p in prefill
+            for d in decode
+            if p.pairs_with(d) and not p.is_same(d)
+        ]
         return pairing.due(pairs, now)
 
     async def _judge(self, pair: EnginePair, prefill: Engine, decode: Engine) -> None:

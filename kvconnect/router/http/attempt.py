@@ -6,6 +6,7 @@ Event loop only.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple
@@ -14,12 +15,12 @@ from kvconnect.errors import Refused
 from kvconnect.router.decision import ChosenEngines, Decision, Legs
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.http.admission import BodyAllocation
-from kvconnect.router.http.engine_call import EngineCall, Overhead
+from kvconnect.router.http.engine_call import EngineCall, Overhead, PromptWork
 from kvconnect.router.http.receipt_stream import ReceiptStream
 from kvconnect.router.http.renamed_stream import RenamedStream
 from kvconnect.router.http.reply import Reply
 from kvconnect.router.http.services import Services
-from kvconnect.router.policy.choice import Mode, RoutingChoice, TargetChoice
+from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
 from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.tracing import RequestSpans
@@ -55,9 +56,12 @@ class Attempt:
     ) -> None:
         """``room``: where the memory of whole answers is taken."""
         self._overhead = Overhead()
+        self._began = time.monotonic()
+        self._prefilled_at: float | None = None
         self._services, self._spans, self._reply = services, spans, reply
         self._room = room
         self._streams_receipt = decision.streams_receipt
+        self._streamed = decision.streamed
         self.legs = decision.legs(choice, self._chosen_engines(choice))
         for name in self.legs.dropped:
             services.metrics.count("dropped_fields", name)
@@ -93,9 +97,12 @@ class Attempt:
             if self._streams_receipt and (owed := services.receipts.get(decode)):
                 awaited = ends.enter_context(owed.awaited())
                 passing, receipt = ReceiptStream(self._reply, awaited), awaited.nonce
-            call = await ends.enter_async_context(self._call(decode, legs.choice.decode))
+            chosen, work = legs.choice.decode, self._decode_work()
+            call = await ends.enter_async_context(self._call(decode, chosen, work))
             beginning = self._begin(call, receipt)
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
+            if call.streams:
+                self._arrived(decode)
             if legs.merges and prefill is not None:
                 await prefill
                 first = _merged(legs, call, first)
@@ -105,15 +112,17 @@ class Attempt:
     async def _prefill(self, chosen: TargetChoice) -> None:
         """Have the prompt computed, and give the answer to the legs."""
         engine = self._services.fleet.get(Role.PREFILL, chosen.target.engine)
-        async with self._call(engine, chosen) as call:
+        async with self._call(engine, chosen, PromptWork.SEEN) as call:
             await call.open(self.legs.prefill(), self._overhead.written)
             answer: bytes | None = None
             if call.streams:
                 await call.first_event()
+                self._prefilled_at = time.monotonic()
                 async for _ in call.chunks(None):
                     pass
             else:
                 answer = await call.read(self._room.take)
+                self._prefilled_at = time.monotonic()
                 if self._services.caches.indexes:
                     found = engine_bodies.cached_tokens_of(answer)
                     self._services.metrics.hit(chosen.hit, found)
@@ -146,9 +155,27 @@ class Attempt:
         prefill = fleet.get(Role.PREFILL, choice.prefill.target.engine)
         return ChosenEngines(decode, prefill.spec, prefill.info.engine_ids)
 
-    def _call(self, engine: Engine, chosen: TargetChoice) -> EngineCall:
-        span = self._spans.call(engine, chosen)
-        return EngineCall(self._services.client, self._services.metrics, engine, chosen, span)
+    def _call(self, engine: Engine, chosen: TargetChoice, work: PromptWork) -> EngineCall:
+        span, services = self._spans.call(engine, chosen), self._services
+        return EngineCall(services.client, services.metrics, engine, chosen, span, work)
+
+    def _decode_work(self) -> PromptWork:
+        """Return what the decode engine does with the prompt."""
+        mode, reason = self.legs.choice.mode, self.legs.choice.reason
+        if mode is not Mode.PLAIN or reason is RoutingReason.API:
+            return PromptWork.NONE
+        several = reason is RoutingReason.MULTI
+        return PromptWork.SEEN if self._streamed and not several else PromptWork.UNSEEN
+
+    def _arrived(self, decode: Engine) -> None:
+        """Measure how long the first token of a prompt that was handed off took after prefill."""
+        choice, now = self.legs.choice, time.monotonic()
+        if choice.mode is Mode.PLAIN:
+            return
+        expected = None if choice.handoff is None else choice.handoff.expected
+        free_at = self._began + (0.0 if expected is None else expected.decode_free_s)
+        since = max(free_at, now if self._prefilled_at is None else self._prefilled_at)
+        decode.timer.arrived(choice.mode, choice.decode.tokens, now - since, now)
 
 
 def _merged(legs: Legs, call: EngineCall, answer: bytes) -> bytes:

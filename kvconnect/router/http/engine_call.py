@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from types import TracebackType
 
 from kvconnect.errors import KVConnectError
@@ -25,6 +26,7 @@ from kvconnect.router.http.admission import Busy
 from kvconnect.router.metrics import CallOutcome, RouterMetrics
 from kvconnect.router.policy.choice import Cause, TargetChoice
 from kvconnect.router.policy.fleet_view import Role
+from kvconnect.router.policy.prompt_times import StartedPrompt
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.engine_bodies import EngineRequest
 from kvconnect.router.tracing import CallSpan
@@ -100,6 +102,14 @@ class Overhead:
         return self._spent + self._written - self._since
 
 
+class PromptWork(Enum):
+    """What an engine does with the prompt of a request."""
+
+    NONE = 0  # it computes none, or only the last token
+    UNSEEN = 1  # it computes it, but nothing tells when that has happened
+    SEEN = 2  # it computes it, and its first token, or its whole answer, comes then
+
+
 class EngineCall:
     """A request to one engine, from its start to its last byte; an async context manager.
 
@@ -114,6 +124,7 @@ class EngineCall:
         engine: Engine,
         target_choice: TargetChoice,
         span: CallSpan,
+        work: PromptWork,
     ) -> None:
         self.engine = engine
         self._pool = pool
@@ -124,11 +135,18 @@ class EngineCall:
         self._connection: Connection | None = None
         self._outcome = CallOutcome.CANCELLED  # until another outcome is known
         self._computed = False
+        self._work = work
+        self._prompt: StartedPrompt | None = None
 
     async def __aenter__(self) -> EngineCall:
         self._metrics.call_began(self.engine.role, self.engine.url)
         self._began = time.monotonic()
         self.engine.began(self.target_choice, self._began)
+        if self._work is not PromptWork.NONE:
+            chosen, seen = self.target_choice, self._work is PromptWork.SEEN
+            self._prompt = self.engine.timer.begin(
+                chosen.target.rank, chosen.work_tokens, self._began, seen=seen
+            )
         return self
 
     async def __aexit__(
@@ -140,6 +158,7 @@ class EngineCall:
         if self._connection is not None:
             self._pool.release(self.engine.base, self._connection)
         self.engine.ended(self.target_choice, computed=self._computed)
+        self._end_prompt(measured=False)
         if self._outcome in (CallOutcome.OK, CallOutcome.REJECTED):
             self.engine.breaker.succeeded()
         elif self._outcome is not CallOutcome.CANCELLED:
@@ -195,6 +214,7 @@ class EngineCall:
         """
         with self._failures():
             body = await read(self._opened, take=take)
+        self._end_prompt(measured=self._work is PromptWork.SEEN)
         self._outcome = CallOutcome.OK
         return body
 
@@ -237,6 +257,7 @@ class EngineCall:
         if error is not None:
             status, body = error
             raise self._error(EngineResponse(status, "application/json", body))
+        self._end_prompt(measured=self._work is PromptWork.SEEN)
         return begin
 
     @property
@@ -255,6 +276,11 @@ class EngineCall:
         """Return the error for an unusable response."""
         self._outcome = CallOutcome.ERROR
         return EngineFailed(self.engine.role, "error", f"{self._name}: {message}")
+
+    def _end_prompt(self, *, measured: bool) -> None:
+        if self._prompt is not None:
+            self.engine.timer.end(self._prompt, time.monotonic(), measured=measured)
+            self._prompt = None
 
     @property
     def _name(self) -> str:

@@ -32,11 +32,13 @@ from kvconnect.router.http.request_reader import ParsedRequest
 from kvconnect.router.http.services import Services
 from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.metrics import RequestOutcome
-from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, Unserved
+from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason
 from kvconnect.router.policy.fleet_view import Role
+from kvconnect.router.policy.no_choice import Unserved
 from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import Api
+from kvconnect.router.requests.disaggregation import asked_disaggregation
 from kvconnect.router.requests.fields import Permissions
 from kvconnect.router.requests.retries import REFUSED_S, Withheld
 
@@ -155,6 +157,7 @@ class Exchange:
                 priority=self._tenant.priority,
             ),
             hints={CacheHint.RETAIN.value: retain_s} if retain_s else {},
+            disaggregate=asked_disaggregation(headers) if self._tenant.disaggregate else None,
         )
 
     def _forwarded(self, headers: Mapping[str, str]) -> dict[str, str]:

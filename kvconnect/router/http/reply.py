@@ -139,6 +139,10 @@ class Reply:
         headers = {"Content-Type": content_type}
         if self.choice is not None:
             headers["X-KVConnect-Mode"] = self.choice.mode.value
+            made = self.choice.handoff
+            # What is expected depends on what others have had cached, as a hit does.
+            if made is not None and (self._show_hits or made.expected is None):
+                headers["X-KVConnect-Handoff-Reason"] = made.reason.value
             self._name_target(headers, "Decode", self.choice.decode)
             if self.choice.prefill is not None:
                 self._name_target(headers, "Prefill", self.choice.prefill)

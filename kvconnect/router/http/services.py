@@ -15,7 +15,7 @@ from kvconnect.router.http.request_reader import RequestReader
 from kvconnect.router.metrics import RouterMetrics
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.caches import Caches
-from kvconnect.router.policy.choice import RoutingRules
+from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests.retries import Retries
 from kvconnect.router.tracing import RouterSpans
 

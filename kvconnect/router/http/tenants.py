@@ -22,12 +22,14 @@ class Tenant(NamedTuple):
         secret: key of its cache salts; empty: its requests are not salted.
         priority: it may set the priority of its requests.
         weight: turns in a row while clients wait for theirs.
+        disaggregate: it may say whether its prompts are handed off.
     """
 
     name: str
     secret: bytes = b""
     priority: bool = True
     weight: int = 1
+    disaggregate: bool = True
 
     @property
     def id(self) -> str:
@@ -63,6 +65,7 @@ class Tenants:
                 blake2b(each.key.encode()).digest() if self._isolate else b"",
                 each.priority,
                 each.weight,
+                each.disaggregate,
             )
             for number, each in enumerate(keys)
         }

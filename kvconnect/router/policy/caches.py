@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvconnect.router.policy.choice import RoutingRules
+from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.prefixes import CacheHit, CacheHits, PrefixIndex, PromptPrefix
 from kvconnect.router.policy.prompt_history import History
 from kvconnect.router.policy.ranking import RankingPolicy
+from kvconnect.router.policy.rules import RoutingRules
 
 
 class Caches:
-    """Cache lookups for the roles whose policy is cache-aware. Not thread-safe."""
+    """Cache lookups for the roles whose policy is cache-aware; for all if it depends on cached
+    tokens whether a prompt is handed off. Not thread-safe."""
 
     def __init__(self, rules: RoutingRules) -> None:
-        roles = [role for role in Role if rules.ranking(role) is RankingPolicy.CACHE_AWARE]
+        auto = rules.disaggregate is Disaggregate.AUTO
+        aware = RankingPolicy.CACHE_AWARE
+        roles = [role for role in Role if auto or rules.ranking(role) is aware]
         self.indexes = {role: PrefixIndex() for role in roles}
         self._histories = {role: History() for role in roles}
 

@@ -11,8 +11,16 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from kvconnect.errors import KVConnectError, Refused
 from kvconnect.protocol.options import SOURCE
+from kvconnect.router.policy.expected_ttft import (
+    Disaggregate,
+    ExpectedTtft,
+    HandoffDecision,
+    HandoffReason,
+    PromptHandoff,
+    WaitingPrompt,
+    expected_ttft,
+)
 from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role, Target
 from kvconnect.router.policy.paired_engines import PairedEngines, best_group
 from kvconnect.router.policy.prefixes import CacheHit, CacheHits
@@ -24,13 +32,14 @@ from kvconnect.router.policy.ranking import (
     RankingReason,
     pick,
 )
+from kvconnect.router.policy.rules import RoutingRules
+from kvconnect.router.policy.serving import available
 
 Cause = Literal["unreachable", "lost", "error"]
 """Why a request to an engine failed: no connection or a broken one, or an error response."""
 SOURCE_MIN_TOKENS = 256
 """More tokens that a source must have than the chosen target: asking it takes a step of the engine,
 in which fewer are computed."""
-_SHOWN = 200  # characters of a client's input that are shown
 
 
 class Mode(StrEnum):
@@ -55,6 +64,9 @@ class RoutingReason(StrEnum):
     NO_TICKET = "no_ticket"  # the prefill engine offered no hand-off
     API = "api"  # not a completion: there is nothing to hand over
     UNIFIED = "unified"  # --unified
+    ALONE = "alone"  # --disaggregate, or the client, says that nothing is handed off
+    SOONER = "sooner"  # decode alone is expected to be sooner
+    NO_HANDOFF = "no_handoff"  # no pair of engines is left that can hand off
 
 
 MODES: tuple[tuple[Mode, RoutingReason], ...] = (
@@ -69,6 +81,9 @@ MODES: tuple[tuple[Mode, RoutingReason], ...] = (
     (Mode.PLAIN, RoutingReason.NO_TICKET),
     (Mode.PLAIN, RoutingReason.API),
     (Mode.PLAIN, RoutingReason.UNIFIED),
+    (Mode.PLAIN, RoutingReason.ALONE),
+    (Mode.PLAIN, RoutingReason.SOONER),
+    (Mode.PLAIN, RoutingReason.NO_HANDOFF),
 )
 """Every (mode, reason) pair that the router can report."""
 
@@ -80,6 +95,7 @@ class TargetChoice(NamedTuple):
         tokens: prompt tokens that the target has to compute or receive.
         hit: prompt tokens that the target is expected to have cached.
         source: share ticket of an engine that has clearly more of them; may be empty.
+        loading: computed tokens that take as long as loading the cached ones.
     """
 
     target: Target
@@ -87,6 +103,12 @@ class TargetChoice(NamedTuple):
     tokens: int = 0
     hit: int = 0
     source: str = ""
+    loading: int = 0
+
+    @property
+    def work_tokens(self) -> int:
+        """Computed tokens that take as long as the prompt at the target."""
+        return self.tokens + self.loading
 
     @property
     def options(self) -> dict[str, str]:
@@ -100,6 +122,7 @@ class RoutingChoice(NamedTuple):
     Attributes:
         prefill: None for a request that the decode engine serves alone.
         standing_ticket: the prefill engine's; empty unless the mode is push.
+        handoff: whether the prompt is handed off, and why; None: it never could be.
     """
 
     mode: Mode
@@ -107,6 +130,7 @@ class RoutingChoice(NamedTuple):
     prefill: TargetChoice | None
     decode: TargetChoice
     standing_ticket: str = ""
+    handoff: HandoffDecision | None = None
 
     @property
     def targets(self) -> dict[Role, Target]:
@@ -168,6 +192,7 @@ class RoutedRequest(NamedTuple):
         session: the client's name for a series of requests; may be empty.
         hits: cached prompt tokens by role and target.
         keep: decode engine of an earlier attempt, preferred if it is available.
+        disaggregate: what the client may ask for, and has; None: the operator's rule.
     """
 
     turn: int
@@ -181,35 +206,14 @@ class RoutedRequest(NamedTuple):
     session: str = ""
     hits: CacheHits = MappingProxyType({})
     keep: int | None = None
-
-
-class RoutingRules(NamedTuple):
-    """What an operator sets about choices.
-
-    Attributes:
-        prefill, decode: how an engine and rank of the role are ranked.
-        pull: never push.
-        push_min_tokens: prompts estimated to be shorter are pulled. Unit: tokens.
-        dp_minimum_tokens: under policies that ignore loads, use the chosen engine's rank with the
-            fewest tokens.
-    """
-
-    prefill: RankingPolicy = RankingPolicy.LEAST_TOKENS
-    decode: RankingPolicy = RankingPolicy.LEAST_TOKENS
-    pull: bool = False
-    push_min_tokens: int = 0
-    dp_minimum_tokens: bool = False
-
-    def ranking(self, role: Role) -> RankingPolicy:
-        """Return how engines of a role are ranked."""
-        return self.prefill if role is Role.PREFILL else self.decode
+    disaggregate: Disaggregate | None = None
 
 
 def choose(
     view: FleetView, request: RoutedRequest, failed: FailedTargets, rules: RoutingRules
 ) -> RoutingChoice | None:
     """Return where the request goes; None if a role that it needs has no engine left."""
-    decode = _available(view.decode, failed.decode, request)
+    decode = available(view.decode, failed.decode, request.model, request.kinds)
     alone = request.decode_only or view.unified
     if alone and decode:
         reason = RoutingReason.API if request.decode_only else RoutingReason.UNIFIED
@@ -222,11 +226,85 @@ def choose(
         return RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, found)
     if alone or request.sampled:
         return None
-    prefill = _available(view.prefill, failed.prefill, request)
+    prefill = available(view.prefill, failed.prefill, request.model, request.kinds)
     others = [engine for engine in prefill if engine.index != failed.pushed]
     group = best_group(view, others, decode, request.turn)
     group = group or best_group(view, prefill, decode, request.turn)
-    return None if group is None else _choose_pair(group, request, failed, rules)
+    pair = None if group is None else _choose_pair(group, request, failed, rules)
+    return _choose_way(view, request, failed, rules, decode, pair)
+
+
+def _choose_way(
+    view: FleetView,
+    request: RoutedRequest,
+    failed: FailedTargets,
+    rules: RoutingRules,
+    decode: Sequence[EngineView],
+    pair: RoutingChoice | None,
+) -> RoutingChoice | None:
+    """Return the pair, or decode alone. ``decode``: the engines that could serve alone."""
+    rule = rules.disaggregate if request.disaggregate is None else request.disaggregate
+    why = HandoffReason.RULE if request.disaggregate is None else HandoffReason.ASKED
+    decode = [engine for engine in decode if engine.kind is not EngineKind.SGLANG]
+    if rule is not Disaggregate.ALWAYS and not decode:
+        rule, why = Disaggregate.ALWAYS, HandoffReason.ENGINE
+    if rule is Disaggregate.ALWAYS:
+        return pair and pair._replace(handoff=HandoffDecision(True, why))
+    kept = [engine for engine in decode if engine.index == request.keep]
+    found = _choose_target(kept or decode, request, Role.DECODE, rules)
+    found = _with_source(found, decode, request.hits.get(Role.DECODE, {}))
+    alone = RoutingChoice(Mode.PLAIN, RoutingReason.ALONE, None, found)
+    if rule is Disaggregate.NEVER:
+        return alone._replace(handoff=HandoffDecision(False, why))
+    engines = None if failed.handoff_failed else _proper_pair(view, pair)
+    if pair is None or engines is None:
+        made = HandoffDecision(False, HandoffReason.NO_HANDOFF)
+        return alone._replace(reason=RoutingReason.NO_HANDOFF, handoff=made)
+    expected = _expected(view, pair, engines, found)
+    if expected is None:
+        return pair._replace(handoff=HandoffDecision(True, HandoffReason.NO_DATA))
+    made = HandoffDecision(not expected.alone, HandoffReason.SOONER, expected)
+    if expected.alone:
+        return alone._replace(reason=RoutingReason.SOONER, handoff=made)
+    return pair._replace(handoff=made)
+
+
+def _proper_pair(
+    view: FleetView, pair: RoutingChoice | None
+) -> tuple[EngineView, EngineView] | None:
+    """Return both engines of a pair; None if they are one server, or their last probe failed: such
+    two are chosen only where there are no others."""
+    if pair is None or pair.prefill is None:
+        return None
+    places = pair.prefill.target.engine, pair.decode.target.engine
+    prefill = next(engine for engine in view.prefill if engine.index == places[0])
+    decode = next(engine for engine in view.decode if engine.index == places[1])
+    return None if prefill.is_same(decode) or places in view.broken else (prefill, decode)
+
+
+def _expected(
+    view: FleetView,
+    pair: RoutingChoice,
+    engines: tuple[EngineView, EngineView],
+    alone: TargetChoice,
+) -> ExpectedTtft | None:
+    assert pair.prefill is not None, "a hand-off has a prefill engine"
+    prefill, decode = engines
+    times = decode.times
+    handoff = PromptHandoff(
+        _waiting(prefill, pair.prefill),
+        times.compute,
+        times.waiting(pair.decode.target.rank),
+        times.arrival.get(pair.mode),
+        pair.decode.tokens,
+    )
+    by_index = {engine.index: engine for engine in view.decode}
+    return expected_ttft(handoff, _waiting(by_index[alone.target.engine], alone))
+
+
+def _waiting(engine: EngineView, chosen: TargetChoice) -> WaitingPrompt:
+    waiting = engine.times.waiting(chosen.target.rank)
+    return WaitingPrompt(engine.times.compute, waiting, chosen.work_tokens)
 
 
 def _choose_pair(
@@ -234,67 +312,22 @@ def _choose_pair(
 ) -> RoutingChoice:
     """Return the choice among engines that all pair with one another."""
     kept = [engine for engine in group.decode if engine.index == request.keep]
+    if kept:
+        others = [engine for engine in group.prefill if not engine.is_same(kept[0])]
+        group = group._replace(prefill=others or group.prefill)
     if group.turn != request.turn:  # there are several groups
         request = request._replace(turn=group.turn)
     prefill = _choose_target(group.prefill, request, Role.PREFILL, rules)
     prefill = _with_source(prefill, group.prefill, request.hits.get(Role.PREFILL, {}))
-    decode = _choose_target(kept or group.decode, request, Role.DECODE, rules)
     engine = next(e for e in group.prefill if e.index == prefill.target.engine)
+    partners = [e for e in kept or group.decode if not engine.is_same(e)] or group.decode
+    decode = _choose_target(partners, request, Role.DECODE, rules)
     standing_ticket = engine.standing_ticket(prefill.target.rank)
     mode, reason = _handover_mode(engine.kind, standing_ticket, request.tokens, rules)
     if mode is Mode.PUSH and failed.pushed is not None:
         mode, reason = Mode.PULL, RoutingReason.PUSH_FAILED
     ticket = (standing_ticket or "") if mode is Mode.PUSH else ""
     return RoutingChoice(mode, reason, prefill, decode, ticket)
-
-
-class Unserved(KVConnectError):
-    """No engine serves the model or the path of a request."""
-
-
-def explain_no_choice(view: FleetView, request: RoutedRequest) -> str:
-    """Return why :func:`choose` found no engines at the first attempt.
-
-    Raises:
-        Unserved: no engine serves it, even among those that are down.
-        Refused: no engine can take a request of this form.
-    """
-    sides = {Role.PREFILL: view.prefill, Role.DECODE: view.decode}
-    if request.decode_only or view.unified:
-        del sides[Role.PREFILL]
-    if any(engines and not _serving(engines, request) for engines in sides.values()):
-        named = any(e.kind in request.kinds for engines in sides.values() for e in engines)
-        model = request.model[:_SHOWN]
-        raise Unserved(
-            f"The model `{model}` does not exist." if named else "No engine here serves this path."
-        )
-    missing = [role.value for role in view.missing() if role in sides]
-    if missing:
-        return f"no {' and no '.join(missing)} engine is up"
-    if not all(_available(engines, (), request) for engines in sides.values()):
-        return f"no engine that is up serves the model {request.model[:_SHOWN]!r}"
-    if request.sampled and not view.unified:
-        if all(engine.kind is EngineKind.SGLANG for engine in _serving(view.decode, request)):
-            fix = "send the request without n, once for each answer"
-            raise Refused("n", f"SGLang hands over one answer to a prompt: {fix}")
-        return "no decode engine of vLLM is up, and n needs one"
-    return "no prefill and decode engine that are up can hand over: engine or version differ"
-
-
-def _available(
-    engines: Sequence[EngineView], failed: Collection[int], request: RoutedRequest
-) -> list[EngineView]:
-    found = [e for e in _serving(engines, request) if e.up and e.index not in failed]
-    return [e for e in found if e.trusted] or found
-
-
-def _serving(engines: Sequence[EngineView], request: RoutedRequest) -> list[EngineView]:
-    """Return the engines that serve the request's model and path, up or not. SGLang serves its
-    model under any name: where all engines have the same, no name is wrong."""
-    found = [e for e in engines if e.serves(request.model)]
-    if not found and len({(e.kind, e.models) for e in engines}) == 1:
-        found = [e for e in engines if e.kind is EngineKind.SGLANG]
-    return [e for e in found if e.kind in request.kinds]
 
 
 def _choose_target(
@@ -317,8 +350,10 @@ def _choose_target(
         found = Pick(found.candidate, picked.why)
     else:
         found = pick(policy, _candidates(engines, hits), job)
-    hit = hits.get(found.candidate.target, CacheHit()).tokens
-    return TargetChoice(found.candidate.target, found.why, max(0, request.tokens - hit), hit)
+    target = found.candidate.target
+    hit = hits.get(target, CacheHit())
+    tokens, loading = max(0, request.tokens - hit.tokens), round(hit.tokens - hit.worth)
+    return TargetChoice(target, found.why, tokens, hit.tokens, loading=loading)
 
 
 def _with_source(

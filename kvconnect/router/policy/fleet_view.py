@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvconnect.router.policy.prompt_times import NOTHING_KNOWN, PromptTimes
+
 
 class Role(StrEnum):
     """What an engine does for a request."""
@@ -62,6 +64,7 @@ class EngineView:
         trusted: it has not just failed several requests. Untrusted engines are a last resort.
         proven: a probe has moved KV from or to it. Others are a last resort.
         share_tickets: by rank, as ``standing_tickets``; of engines that others may read from.
+        times: what its prompts took.
     """
 
     index: int
@@ -75,6 +78,11 @@ class EngineView:
     trusted: bool = True
     proven: bool = False
     share_tickets: tuple[str | None, ...] = ()
+    times: PromptTimes = NOTHING_KNOWN
+
+    def is_same(self, other: EngineView) -> bool:
+        """Whether both are one server, in two roles."""
+        return bool(self.name) and self.name == other.name
 
     def targets(self) -> list[tuple[Target, TargetLoad]]:
         """Return its targets with their loads."""
@@ -119,17 +127,25 @@ def _agree(mine: str, theirs: str) -> bool:
 @dataclass(frozen=True)
 class FleetView:
     """All engines at one moment. ``broken``: pairs, by number, whose last probe failed.
-    ``unified``: there are only decode engines, and they serve requests alone."""
+    ``unified``: there are only decode engines, and they serve requests alone. ``alone``: those of
+    vLLM may do so, too, where there are prefill engines."""
 
     prefill: tuple[EngineView, ...]
     decode: tuple[EngineView, ...]
     broken: Collection[tuple[int, int]] = ()
     unified: bool = False
+    alone: bool = False
+
+    def serves_alone(self) -> bool:
+        """Whether decode engines may serve requests without a prefill engine, if they are up."""
+        up = [e for e in self.decode if e.up] or self.decode
+        able = any(e.kind is not EngineKind.SGLANG for e in up)
+        return self.unified or (self.alone and able)
 
     def missing(self) -> list[Role]:
         """Return the roles without an engine that is up."""
         both = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
-        needed = both[1:] if self.unified else both
+        needed = both[1:] if self.serves_alone() else both
         return [role for role, engines in needed if not any(engine.up for engine in engines)]
 
     def can_hand_over(self) -> bool:

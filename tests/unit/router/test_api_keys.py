@@ -19,6 +19,7 @@ def test_each_line_is_a_key_or_a_name_and_a_key() -> None:
     assert parse(text) == (ApiKey(KEY, "alice"), ApiKey(OTHER))
     assert parse(f"alice {KEY} priority\n") == (ApiKey(KEY, "alice", priority=True),)
     assert parse(f"alice {KEY} weight=20\n") == (ApiKey(KEY, "alice", weight=20),)
+    assert parse(f"alice {KEY} disaggregate\n") == (ApiKey(KEY, "alice", disaggregate=True),)
     both = ApiKey(KEY, "alice", priority=True, weight=3)
     for line in (f"alice {KEY} priority weight=3", f"alice {KEY} weight=3 priority"):
         assert parse(line) == (both,)
@@ -32,6 +33,7 @@ def test_each_line_is_a_key_or_a_name_and_a_key() -> None:
         ("alice short", "16 characters or more"),
         (f"{KEY} alice", "16 characters or more"),  # the wrong way round
         (f"alice {KEY} # hers", "write KEY, NAME KEY, or NAME KEY and behind it"),
+        (f"{KEY} disaggregate", "16 characters or more"),
         (f"alice {KEY} weight=0", "write KEY"),
         (f"alice {KEY} weight=1000", "write KEY"),
         (f"alice {KEY} weight=2 weight=3", "write KEY"),

@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import Refused
 from kvconnect.router.policy.choice import (
+    MODES,
     SOURCE_MIN_TOKENS,
     FailedTargets,
     Mode,
     RoutedRequest,
     RoutingReason,
-    RoutingRules,
-    Unserved,
     choose,
-    explain_no_choice,
 )
+from kvconnect.router.policy.expected_ttft import HANDOFF_DECISIONS, Disaggregate
 from kvconnect.router.policy.fleet_view import (
     EngineKind,
     EngineView,
@@ -29,11 +28,14 @@ from kvconnect.router.policy.fleet_view import (
     Target,
     TargetLoad,
 )
+from kvconnect.router.policy.no_choice import Unserved, explain_no_choice
 from kvconnect.router.policy.prefixes import CacheHit
+from kvconnect.router.policy.prompt_times import LinearTime, PromptTimes
 from kvconnect.router.policy.ranking import (
     RankingPolicy,
     RankingReason,
 )
+from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests.apis import APIS
 
 LOAD_AWARE = (RankingPolicy.LEAST_TOKENS, RankingPolicy.CACHE_AWARE)
@@ -48,7 +50,8 @@ RULES = RoutingRules()
 
 def engine(index: int, *ranks: int, **more: Any) -> EngineView:
     loads = tuple(TargetLoad(tokens, 0) for tokens in ranks) or (TargetLoad(0, 0),)
-    return EngineView(index, more.pop("up", True), loads, name=f"w{index}", **more)
+    name = more.pop("name", f"w{index}")
+    return EngineView(index, more.pop("up", True), loads, name=name, **more)
 
 
 def chosen(view: FleetView, rules: RoutingRules = RULES, **wish: Any) -> Any:
@@ -296,7 +299,141 @@ def test_sglang_takes_several_prompts_but_not_several_answers() -> None:
 
 
 def test_the_decode_engine_of_an_earlier_attempt_is_kept_if_it_can_be() -> None:
-    view = FleetView((engine(0), engine(1)), (engine(0), engine(1), engine(2)))
+    prefill = tuple(engine(index, name=f"p{index}") for index in range(2))
+    view = FleetView(prefill, (engine(0), engine(1), engine(2)))
     assert {chosen(view, keep=2, turn=turn).decode.target.engine for turn in range(4)} == {2}
     gone = FleetView(view.prefill, (*view.decode[:2], engine(2, up=False)))
     assert chosen(gone, keep=2).decode.target.engine == 0
+
+
+# Hand-off, or decode alone ----------------------------------------------------------------------
+
+AUTO, NEVER = (RoutingRules(disaggregate=rule) for rule in (Disaggregate.AUTO, Disaggregate.NEVER))
+LINE = LinearTime(0.0, 0.001)
+ARRIVAL = {Mode.PULL.value: LinearTime(0.05, 0.0)}
+
+
+def measured(index: int, waiting: int = 0, name: str = "", **more: Any) -> EngineView:
+    """An engine that computes 1,000 tokens a second, and to which KV takes 50 ms."""
+    times = PromptTimes(LINE, ARRIVAL, {0: waiting})
+    return engine(index, name=name or f"d{index}", times=more.pop("times", times), **more)
+
+
+def way(view: FleetView, rules: RoutingRules = AUTO, **wish: Any) -> tuple[bool, str, Mode]:
+    """Whether a prompt is handed off, why, and the mode."""
+    found = chosen(view, rules, **wish)
+    assert (found.prefill is not None) is found.handoff.handed_off
+    assert (found.mode, found.reason) in MODES
+    assert (found.handoff.decision, found.handoff.reason) in HANDOFF_DECISIONS
+    return found.handoff.handed_off, found.handoff.reason.value, found.mode
+
+
+def measured_fleet(on_prefill: int = 0, on_decode: int = 0) -> FleetView:
+    return FleetView((measured(0, on_prefill, "p"),), (measured(0, on_decode),))
+
+
+def test_a_prompt_goes_where_its_first_token_is_expected_sooner() -> None:
+    alone, handed_off = (False, "sooner", Mode.PLAIN), (True, "sooner", Mode.PULL)
+    assert way(measured_fleet()) == alone, "the hand-off takes 50 ms more"
+    assert way(measured_fleet(on_decode=40)) == alone
+    assert way(measured_fleet(on_decode=60)) == handed_off
+    assert way(measured_fleet(on_prefill=60, on_decode=60)) == alone
+    hits = {Role.PREFILL: {Target(0): CacheHit(90, 90.0)}}
+    assert way(measured_fleet(), hits=hits) == handed_off
+    both = {**hits, Role.DECODE: {Target(0): CacheHit(90, 90.0)}}
+    assert way(measured_fleet(), hits=both) == alone
+    # A copy that is slow to load is worth less: the prefill engine then takes as long as decode.
+    slow = {Role.PREFILL: {Target(0): CacheHit(90, 36.0)}}
+    assert way(measured_fleet(), hits=slow) == alone
+
+
+def test_the_rule_and_the_client_decide_where_they_do() -> None:
+    view = measured_fleet()
+    assert way(view, RULES) == (True, "rule", Mode.PULL)
+    assert way(view, NEVER) == (False, "rule", Mode.PLAIN)
+    assert way(view, NEVER, disaggregate=Disaggregate.ALWAYS) == (True, "asked", Mode.PULL)
+    assert way(view, RULES, disaggregate=Disaggregate.NEVER) == (False, "asked", Mode.PLAIN)
+    assert way(view, RULES, disaggregate=Disaggregate.AUTO) == (False, "sooner", Mode.PLAIN)
+
+
+def test_what_is_not_known_is_handed_off() -> None:
+    known = measured(0)
+    for prefill, decode in (
+        (engine(0, name="p"), known),
+        (measured(0, name="p"), engine(0, name="d")),
+        (measured(0, name="p"), measured(0, times=PromptTimes(LINE))),
+        (measured(0, name="p"), measured(0, times=PromptTimes(LINE, {"push": LINE}))),
+    ):
+        assert way(FleetView((prefill,), (decode,))) == (True, "no_data", Mode.PULL)
+    # Control: what is left out may be taken from the prefill engine.
+    untried = measured(0, times=PromptTimes(None, ARRIVAL))
+    assert way(FleetView((measured(0, name="p"),), (untried,)))[1] == "sooner"
+
+
+def test_without_a_hand_off_decode_is_alone() -> None:
+    alone = (False, "no_handoff", Mode.PLAIN)
+    up, busy = measured(0, name="p"), measured(0, 5000)
+    assert way(FleetView((up,), (busy,))) == (True, "sooner", Mode.PULL), "control"
+    gone = measured(0, name="p", up=False)
+    for view in (
+        FleetView((), (busy,), alone=True),
+        FleetView((gone,), (busy,), alone=True),
+        FleetView((up,), (busy,), {(0, 0)}),
+        FleetView((measured(0, name="p", version="1"),), (measured(0, 5000, version="2"),)),
+        FleetView((measured(0, 0, "same"),), (measured(0, 5000, "same"),)),
+    ):
+        assert way(view) == alone
+    failed = FailedTargets(handoff_failed=True)
+    found = choose(FleetView((up,), (busy,)), ASK, failed, AUTO)
+    assert found is not None and found.prefill is None
+    # Control: the rule says always.
+    view = FleetView((gone,), (busy,))
+    assert choose(view, ASK, FailedTargets(), RULES) is None
+    assert view.missing() == [Role.PREFILL]
+    assert FleetView((gone,), (busy,), alone=True).missing() == []
+    assert FleetView((gone,), (measured(0, up=False),), alone=True).missing() == [Role.DECODE]
+
+
+def test_sglangs_decode_servers_are_never_alone() -> None:
+    sglang = {"kind": EngineKind.SGLANG}
+    view = FleetView((measured(0, 9000, "p", **sglang),), (measured(0, **sglang),), alone=True)
+    for rules in (AUTO, NEVER):
+        assert way(view, rules) == (True, "engine", Mode.BOOTSTRAP)
+    gone = FleetView((measured(0, name="p", up=False, **sglang),), view.decode, alone=True)
+    assert choose(gone, ASK, FailedTargets(), AUTO) is None
+    assert explain_no_choice(gone, ASK) == "no prefill engine is up"
+
+
+def test_nothing_is_decided_where_nothing_can_be_handed_off() -> None:
+    for wish in ({"single": False}, {"decode_only": True}):
+        assert chosen(measured_fleet(), AUTO, **wish).handoff is None
+
+
+@pytest.mark.parametrize("rules", [RULES, AUTO])
+@pytest.mark.parametrize("keep", [None, 0, 1])
+def test_no_engine_hands_off_to_itself(rules: RoutingRules, keep: int | None) -> None:
+    busy = PromptTimes(LINE, ARRIVAL, {0: 5000})
+    both = tuple(engine(index, load, times=busy) for index, load in enumerate([5, 9]))
+    view = FleetView(both, both)
+    for turn in range(4):
+        found = chosen(view, rules, turn=turn, keep=keep)
+        assert found.prefill is None or found.prefill.target != found.decode.target
+        assert keep is None or found.decode.target.engine == keep
+    # Control: the engine with the fewest tokens would be both.
+    apart = tuple(engine(index, load, name=f"p{index}") for index, load in enumerate([5, 9]))
+    pair = chosen(FleetView(apart, both), RULES)
+    assert pair.prefill.target == pair.decode.target == Target(0)
+
+
+QUEUE = st.integers(0, 10**5)
+
+
+@given(QUEUE, QUEUE, QUEUE, QUEUE)
+def test_a_longer_queue_never_leads_there(
+    prefill: int, decode: int, tokens: int, more: int
+) -> None:
+    def handed_off(on_prefill: int, on_decode: int) -> bool:
+        return way(measured_fleet(on_prefill, on_decode), tokens=tokens)[0]
+
+    assert handed_off(prefill + more, decode) <= handed_off(prefill, decode)
+    assert handed_off(prefill, decode + more) >= handed_off(prefill, decode)

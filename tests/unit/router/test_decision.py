@@ -13,8 +13,9 @@ import pytest
 from kvconnect.errors import Refused
 from kvconnect.router.decision import ChosenEngines, ClientRequest, Decision, Legs
 from kvconnect.router.options import EngineSpec
-from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, RoutingRules
+from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason
 from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role, TargetLoad
+from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests.apis import APIS, COMPLETIONS, Api
 from kvconnect.router.requests.body import prompt_of, read_body
 from kvconnect.router.requests.engine_bodies import RANK_HEADER

@@ -28,10 +28,8 @@ from kvconnect.router.policy.choice import (
     RoutedRequest,
     RoutingChoice,
     RoutingReason,
-    RoutingRules,
     TargetChoice,
     choose,
-    explain_no_choice,
 )
 from kvconnect.router.policy.fleet_view import (
     EngineKind,
@@ -41,7 +39,9 @@ from kvconnect.router.policy.fleet_view import (
     Target,
     TargetLoad,
 )
+from kvconnect.router.policy.no_choice import explain_no_choice
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.body import prefix_of, prompt_of, read_body, token_ids_of
 

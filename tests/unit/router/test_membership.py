@@ -31,6 +31,7 @@ from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import EngineSpec, Sources
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.loads import Loads
+from kvconnect.router.policy.prompt_times import PromptTimer
 from tests.fakes.engine import (
     ASK,
     Admin,
@@ -95,7 +96,8 @@ def test_a_burst_of_failures_is_one_and_a_restart_forgets_them() -> None:
     breaker.failed(8.0, 7.5)
     breaker.failed(8.5, 6.0)
     assert not breaker.allows(9.9) and breaker.allows(10.0)
-    upstream = Engine(Role.DECODE, 0, EngineSpec("http://a:1"), Loads(1.0), lambda _: None)
+    spec, loads, timer = EngineSpec("http://a:1"), Loads(1.0), PromptTimer()
+    upstream = Engine(Role.DECODE, 0, spec, loads, lambda _: None, timer)
     for _ in range(breakers.FAILURES):
         upstream.breaker.failed(time.monotonic(), 0.0)
     assert not upstream.breaker.allows(time.monotonic())

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.router.fleet.pairing import RETRY_S, EnginePair, Pairing
-from kvconnect.router.policy.choice import FailedTargets, RoutedRequest, RoutingRules, choose
+from kvconnect.router.policy.choice import FailedTargets, RoutedRequest, choose
 from kvconnect.router.policy.fleet_view import EngineView, FleetView, Role
+from kvconnect.router.policy.rules import RoutingRules
 
 INTERVAL_S = 60.0
 

@@ -16,6 +16,8 @@ import pytest
 from kvconnect.errors import ConfigError
 from kvconnect.observability import tracing
 from kvconnect.router.options import Listening
+from kvconnect.router.policy.expected_ttft import Disaggregate
+from kvconnect.router.policy.prompt_times import LinearTime, PromptTimer, PromptTimes
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, says, until
 from tests.fakes.event_publisher import publisher
 from tests.fakes.trace_collector import Collector, Seen, collecting
@@ -209,3 +211,23 @@ def test_a_protocol_that_is_not_known(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "json")
     with pytest.raises(ConfigError, match=r"TRACES_PROTOCOL='json'.*grpc or http/protobuf"):
         tracing.of_environment("test")
+
+
+@on_loop
+async def test_a_trace_tells_why_a_prompt_was_handed_off(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = LinearTime(0.5, 0.0)
+    known = PromptTimes(line, {"push": line, "pull": line})
+    monkeypatch.setattr(PromptTimer, "at", lambda timer, now: known)
+    seen = {}
+    for rule in (Disaggregate.ALWAYS, Disaggregate.AUTO):
+        trace, headers = client_headers()
+        async with bench([FakeEngine(prefills)], [FakeEngine(decodes)], disaggregate=rule) as at:
+            assert (await at.post(ASK, headers=headers)).status == 200
+        (chosen,) = by_name(collector.spans(trace))["choose"]
+        names = ("handoff.decision", "handoff.reason", "handoff.expected_ttft_s")
+        found = (chosen.attributes.get(f"kvconnect.{name}") for name in names)
+        seen[rule] = (*found, chosen.attributes.get("kvconnect.alone.expected_ttft_s"))
+    assert seen[Disaggregate.ALWAYS] == ("handed_off", "rule", None, None)
+    assert seen[Disaggregate.AUTO] == ("alone", "sooner", 1.0, 0.5)
