@@ -71,6 +71,7 @@ PLAN = (
     Run("soak", 10),
     Run("chaos", 14),
     Run("handoff", 16, arguments=("--quick",)),
+    Run("disaggregate", 18),
     Run("sharing", 20),
     Run("sglang_handoff", 30, needs=(SGLANG,), python=SGLANG, arguments=("--quick",)),
     Run("fuzz", 90, needs=(SGLANG,), arguments=("--hours", "0.5")),

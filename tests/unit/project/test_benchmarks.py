@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks import chaos, choosing, common, handoff, hostile, sharing
+from benchmarks import chaos, choosing, common, disaggregate, handoff, hostile, sharing
 from benchmarks.copy import MIB
 from benchmarks.offload_engine import DEVICE_BLOCKS
 from benchmarks.serve import fleet as serve_fleet
@@ -118,6 +118,28 @@ def test_choosing(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         assert found[f"failed_{name}"] == 0
         assert found[f"ttft_ms_{name}_low"] <= found[f"ttft_ms_{name}"]
         assert (f"ttft_over_{name}" in found) is bool(fleet.ours)
+
+
+@pytest.mark.smokes("disaggregate")
+def test_disaggregate(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_model_servers(monkeypatch)
+    monkeypatch.setattr(parts, "bench_serve", loaded)
+    found = run("disaggregate", "--rounds", "2", "--requests", "12")
+    assert found["ttft_auto_over_best_p50"] == 1.0
+    for workload in ("trace", "mixed"):
+        assert {f"itl_p99_auto_over_always_{workload}", f"handed_off_{workload}"} <= found.keys()
+        assert {f"ttft_p50_ms_{workload}_{rule}" for rule in disaggregate.RULES} <= found.keys()
+
+
+def test_auto_is_compared_with_what_was_better_in_the_same_round() -> None:
+    """Control: the ratio of medians would be 1 here."""
+    ms = {"always": (1.0, 4.0, 8.0), "never": (2.0, 2.0, 9.0), "auto": (2.0, 4.0, 8.0)}
+    others = {"p99_ttft_ms": 1.0, "p99_itl_ms": 1.0, "handed_off": 0.5}
+    saved = {rule: [{"p50_ttft_ms": one, **others} for one in each] for rule, each in ms.items()}
+    found = disaggregate.figures("x", saved)
+    assert found["ttft_auto_over_best_p50_x"] == 2.0
+    assert found["ttft_p50_ms_x_always"] == found["ttft_p50_ms_x_auto"] == 4.0
+    assert found["handed_off_x"] == 0.5
 
 
 def test_the_spread_is_that_of_rounds_and_ratios_are_within_one() -> None:
