@@ -133,8 +133,8 @@ def figures(workload: str, found: Found) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=60, help="of each workload")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=40, help="of each workload")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     end_when_terminated()
