@@ -2,7 +2,8 @@
 router that is being measured. Run as a program, it is one process with all engines of a fleet.
 
 A fake engine answers what vLLM (``--kind vllm``: with a hand-off in its answer) or SGLang's servers
-would, at once, or as a stream of events one every ``--every`` seconds.
+would, at once, or as a stream of events. All streams get an event at the same moments, every
+``--every`` seconds, as from a model's steps; 0: as fast as their clients read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import functools
 import json
+from functools import partial
 from typing import Any, cast
 
 import uvloop
@@ -77,23 +79,61 @@ def _long_answer() -> bytes:
 _LAST = _chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
-class Engine(asyncio.Protocol):
-    """One connection to a fake engine."""
+class Steps:
+    """What all streams of an engine get, and when: an event every so many seconds."""
 
-    def __init__(self, tokens: int, every_s: float) -> None:
-        self._tokens, self._every_s = tokens, every_s
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._left: dict[Engine, int] = {}  # events of each stream
+        self._due = 0.0
+
+    def join(self, stream: Engine, left: int) -> None:
+        """Give a stream so many events from the next step on, and its end."""
+        loop = asyncio.get_running_loop()
+        if not self._left:
+            self._due = loop.time() + self._every_s
+            loop.call_at(self._due, self._step)
+        self._left[stream] = left
+
+    def _step(self) -> None:
+        for stream, left in list(self._left.items()):
+            if not stream.reads:
+                continue
+            if left:
+                self._left[stream] -= 1
+            else:
+                del self._left[stream]
+            stream.write(_EVENT if left else _LAST)
+        if self._left:
+            self._due += self._every_s
+            asyncio.get_running_loop().call_at(self._due, self._step)
+
+
+class Engine(asyncio.Protocol):
+    """One connection to a fake engine. ``steps``: of its streams; None: they have no steps."""
+
+    def __init__(self, tokens: int, steps: Steps | None) -> None:
+        self._tokens, self._steps = tokens, steps
         self._have = b""
-        self._held_back = False  # by a client that does not read
+        self.reads = True  # whether the client takes what is written
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def pause_writing(self) -> None:
-        self._held_back = True
+        self.reads = False
 
     def resume_writing(self) -> None:
-        self._held_back = False
+        self.reads = True
+
+    def connection_lost(self, error: Exception | None) -> None:  # noqa: ARG002
+        self.reads = True  # its stream ends with the steps that are left
+
+    def write(self, data: bytes) -> None:
+        """Send data, unless the client has left."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     def data_received(self, data: bytes) -> None:
         self._have += data
@@ -125,24 +165,28 @@ class Engine(asyncio.Protocol):
             self._transport.write(_json({**_DONE, "kv_transfer_params": TICKET}))
         elif b'"stream": true' in body or b'"stream":true' in body:
             self._transport.write(_STREAM_HEAD)
-            self._next(self._tokens)
+            if self._steps is None:
+                self._flood(self._tokens)
+            else:
+                self._transport.write(_EVENT)
+                self._steps.join(self, self._tokens - 1)
         elif b'"user"' in body and self._tokens > 1:
             self._transport.write(_long_answer())
         else:
             self._transport.write(_json(_DONE))
 
-    def _next(self, left: int) -> None:
+    def _flood(self, left: int) -> None:
         if self._transport.is_closing():
             return
+        loop = asyncio.get_running_loop()
         if left == 0:
             self._transport.write(_LAST)
-            return
-        if self._held_back:
-            asyncio.get_running_loop().call_later(max(self._every_s, 0.01), self._next, left)
-            return
-        count = 1 if self._every_s else min(_FLOOD, left)
-        self._transport.write(_EVENT * count)
-        asyncio.get_running_loop().call_later(self._every_s, self._next, left - count)
+        elif self.reads:
+            count = min(_FLOOD, left)
+            self._transport.write(_EVENT * count)
+            loop.call_soon(self._flood, left - count)
+        else:
+            loop.call_later(0.01, self._flood, left)
 
 
 class Ranks:
@@ -192,7 +236,7 @@ class RankedEngine(Engine):
     """One connection to a server whose ranks take their time."""
 
     def __init__(self, ranks: Ranks, prefill: bool) -> None:
-        super().__init__(1, 0.0)
+        super().__init__(1, None)
         self._ranks, self._prefill = ranks, prefill
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -227,8 +271,10 @@ async def serve(ports: list[int], prefill: int, tokens: int, every_s: float) -> 
     prefill engines: their streams have one token, at once."""
     loop = asyncio.get_running_loop()
     for place, port in enumerate(ports):
-        what = (1, 0.0) if place < prefill else (tokens, every_s)
-        await loop.create_server(lambda w=what: Engine(*w), "127.0.0.1", port, backlog=4096)
+        count = 1 if place < prefill else tokens
+        steps = Steps(every_s) if every_s and place >= prefill else None
+        make = partial(Engine, count, steps)
+        await loop.create_server(make, "127.0.0.1", port, backlog=4096)
     await asyncio.Event().wait()
 
 
@@ -247,8 +293,8 @@ def main() -> None:
         prefill, decode = arguments.ports
         uvloop.run(serve_ranked(prefill, decode, Ranks(arguments.ranks, arguments.rate)))
     else:
-        both = arguments.tokens, arguments.every
-        uvloop.run(serve(arguments.ports, arguments.prefill, *both))
+        engines = serve(arguments.ports, arguments.prefill, arguments.tokens, arguments.every)
+        uvloop.run(engines)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
 """What a router adds to a request, and how many it serves per core: KVConnect's, `smg` and
 `vllm-router` in front of the same fake engines, and no router at all.
 
-    python -m benchmarks.router [--seconds 15] [--rate 200]
+    python -m benchmarks.router [--seconds 15] [--rate 100]
 
 The peers are those of `.venv-peers` (`scripts/setup peers`); one that is not there is left out, and
 said to be.
 
-Latency: 200 streaming requests per second, 50 tokens each, arriving at random. Added is the time to
+Latency: 100 streaming requests per second, 50 tokens each, arriving at random. Added is the time to
 the first event (`added_p50_ms_*`, `added_p99_ms_*`) and to the last (`added_end_*`), less the
 median of going to the decode engine directly. The variants take turns, slice by slice. Throughput:
 per second of CPU time of the router's process, all its threads (read from /proc), because the load
 generator and the engines share the machine. `answers_per_core_second_*`: answers in one piece, 32
-at a time. `streams_per_core_second_*`: the streaming requests above.
+at a time. `streams_per_core_second_*`: ``OPEN`` streams of 50 tokens at a time, which get their
+tokens at the same moments, as from the steps of an engine. `calm_streams_per_core_second_*`: the
+streaming requests of the latency.
 
 Memory: ``SLOW`` clients ask for streams without end and read nothing; `mib_per_slow_stream_*` is
 what the router's process gains by one, once it has taken all it takes. Then ``HOSTILE`` clients ask
@@ -37,10 +39,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import uvloop
 
@@ -50,11 +52,12 @@ from benchmarks.fake_engines import MODEL
 from tests.servers import free_port
 
 PEERS = Path(__file__).resolve().parents[1] / ".venv-peers"
-RATE = 200.0  # requests per second
+RATE = 100.0  # requests per second
 TOKENS = 50
-EVERY_S = 0.01  # between two tokens
+EVERY_S = 0.02  # between two tokens
 ROUNDS = 3
 CROWD = 32
+OPEN = 200
 PROMPT = "The sea was calm. " * 64
 START_S = 60.0
 SLOW = 20  # clients that do not read
@@ -65,7 +68,7 @@ SETTLE_S = 60.0
 LIKE = {"smg": "bootstrap", "vllm_router": "pull"}  # which of ours does what a peer does
 RATIOS = (
     *("added_p50_ms", "added_p99_ms", "added_end_p50_ms", "added_end_p99_ms"),
-    *("answers_per_core_second", "streams_per_core_second"),
+    *("answers_per_core_second", "streams_per_core_second", "calm_streams_per_core_second"),
     *("mib_per_slow_stream", "peak_mib_hostile"),
 )
 
@@ -128,9 +131,9 @@ async def paced(port: int, seconds: float, seed: int, rate: float) -> list[tuple
     return list(found)
 
 
-async def crowded(port: int, seconds: float) -> int:
-    """Keep ``CROWD`` requests open; return how many were answered."""
-    end, request = time.perf_counter() + seconds, request_of(stream=False)
+async def crowded(port: int, seconds: float, requests: int, *, stream: bool) -> int:
+    """Keep so many requests open; return how many were answered."""
+    end, request = time.perf_counter() + seconds, request_of(stream=stream)
 
     async def one() -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -141,7 +144,7 @@ async def crowded(port: int, seconds: float) -> int:
         writer.close()
         return count
 
-    return sum(await asyncio.gather(*(one() for _ in range(CROWD))))
+    return sum(await asyncio.gather(*(one() for _ in range(requests))))
 
 
 def cpu_seconds(pid: int) -> float:
@@ -277,26 +280,36 @@ def wait_for(port: int, running: subprocess.Popen[bytes] | None = None) -> bool:
 def measure(all_variants: list[Variant], seconds: float, rate: float) -> dict[str, float]:
     """Return the figures, the variants taking turns."""
     timings: dict[str, list[tuple[float, float]]] = {v.name: [] for v in all_variants}
-    rates: dict[str, list[float]] = {v.name: [] for v in all_variants}
-    streams: dict[str, list[float]] = {v.name: [] for v in all_variants}
+    served: dict[str, dict[str, list[float]]] = {v.name: {} for v in all_variants}
+    slice_s = seconds / ROUNDS
+
+    def count(variant: Variant, what: str, load: Coroutine[Any, Any, int]) -> None:
+        assert variant.pid is not None, "an engine's CPU time is not measured"
+        before = cpu_seconds(variant.pid)
+        done = uvloop.run(load)
+        rate = done / (cpu_seconds(variant.pid) - before)
+        served[variant.name].setdefault(f"{what}_per_core_second", []).append(rate)
+
+    async def calm(variant: Variant, seed: int) -> int:
+        found = await paced(variant.port, slice_s, seed, rate)
+        timings[variant.name] += found
+        return len(found)
+
     for number in range(ROUNDS):
         for variant in all_variants[:: -1 if number % 2 else 1]:
-            before = cpu_seconds(variant.pid) if variant.pid else 0.0
-            timings[variant.name] += uvloop.run(paced(variant.port, seconds / ROUNDS, number, rate))
-            if variant.pid:
-                spent = cpu_seconds(variant.pid) - before
-                streams[variant.name].append(int(rate * seconds / ROUNDS) / spent)
-                before = cpu_seconds(variant.pid)
-                done = uvloop.run(crowded(variant.port, seconds / ROUNDS))
-                rates[variant.name].append(done / (cpu_seconds(variant.pid) - before))
+            if variant.pid is None:
+                uvloop.run(calm(variant, number))
+                continue
+            count(variant, "calm_streams", calm(variant, number))
+            count(variant, "streams", crowded(variant.port, slice_s, OPEN, stream=True))
+            count(variant, "answers", crowded(variant.port, slice_s, CROWD, stream=False))
             progress(f"round {number + 1}, {variant.name}: done")
-    return _figures(timings, rates, streams)
+    return _figures(timings, served)
 
 
 def _figures(
     timings: Mapping[str, list[tuple[float, float]]],
-    rates: Mapping[str, list[float]],
-    streams: Mapping[str, list[float]],
+    served: Mapping[str, Mapping[str, list[float]]],
 ) -> dict[str, float]:
     figures: dict[str, float] = {}
     base_first = statistics.median(first for first, _ in timings["direct"])
@@ -307,9 +320,8 @@ def _figures(
         figures[f"added_p50_ms_{name}"], figures[f"added_p99_ms_{name}"] = firsts[49], firsts[98]
         figures[f"added_end_p50_ms_{name}"] = lasts[49]
         figures[f"added_end_p99_ms_{name}"] = lasts[98]
-        if rates[name]:
-            figures[f"answers_per_core_second_{name}"] = statistics.median(rates[name])
-            figures[f"streams_per_core_second_{name}"] = statistics.median(streams[name])
+        for what, rates in served[name].items():
+            figures[f"{what}_{name}"] = statistics.median(rates)
     for ours in ("added_p50_ms", "added_p99_ms", "answers_per_core_second"):
         figures[ours] = figures[f"{ours}_push"]
     return figures
