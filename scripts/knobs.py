@@ -130,6 +130,7 @@ KNOBS: dict[str, tuple[str, str]] = {
     "--pull": (_FLEET, "engines that push badly"),
     "--disaggregate": (_TUNING, "where a hand-off pays depends on engines, link and prompts"),
     "--push-min-tokens": (_TUNING, "where pushing pays depends on engines and link"),
+    "--continue": (_FLEET, "streams that survive engines, for the router's CPU time"),
     "--prefill-policy": (_TUNING, "cached prefixes against even load"),
     "--decode-policy": (_TUNING, "cached prefixes against even load"),
     "--dp-minimum-tokens-scheduler": ("who comes from SGLang's router", "the flag of that router"),

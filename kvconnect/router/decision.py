@@ -92,20 +92,8 @@ class Decision:
         self, request: ClientRequest, rules: RoutingRules, retries: Retries, new_id: NewId
     ) -> None:
         self._request, self._rules, self._retries, self._new_id = request, rules, retries, new_id
-        api, prompt = request.api, request.prompt
-        self._routed = RoutedRequest(
-            request.turn,
-            prompt.tokens,
-            prompt.model,
-            single=prompt.single,
-            sampled=prompt.sampled,
-            kinds=api.kinds,
-            decode_only=api.decode_only,
-            draw=request.draw,
-            session=request.session,
-            hits=request.hits,
-            disaggregate=request.disaggregate,
-        )
+        self._client_request = request
+        self._routed = _routed(request)
         self._failed = FailedTargets()
         self._losses = 0
 
@@ -173,8 +161,39 @@ class Decision:
         """Note that an engine ended by itself while it worked on the request."""
         self._retries.crashed(self._digest(), engine, now)
 
+    def cut(self, choice: RoutingChoice, *, further: bool, now: float) -> Retry:
+        """Note that the decode engine was lost in mid-stream. ``further``: the client has got more
+        of its answer from it. Further attempts count as those of another request then."""
+        if further:
+            self._losses = 0
+        return self.failed(choice, Role.DECODE, "lost", crashed="", now=now)
+
+    def go_on(self, request: ClientRequest, choice: RoutingChoice) -> None:
+        """Have the next attempts answer ``request``, the rest of a stream. They prefer the prefill
+        engine of a choice, which has the prompt."""
+        warm = None if choice.prefill is None else choice.prefill.target.engine
+        turn = self._routed.turn
+        self._request, self._routed = request, _routed(request)._replace(turn=turn, warm=warm)
+
     def _digest(self) -> bytes:
-        return digest_of(self._request.api.path, self._request.body)
+        return digest_of(self._client_request.api.path, self._client_request.body)
+
+
+def _routed(request: ClientRequest) -> RoutedRequest:
+    api, prompt = request.api, request.prompt
+    return RoutedRequest(
+        request.turn,
+        prompt.tokens,
+        prompt.model,
+        single=prompt.single,
+        sampled=prompt.sampled,
+        kinds=api.kinds,
+        decode_only=api.decode_only,
+        draw=request.draw,
+        session=request.session,
+        hits=request.hits,
+        disaggregate=request.disaggregate,
+    )
 
 
 class Legs:
@@ -243,13 +262,13 @@ class Legs:
         else:
             self._decode_body = engine_bodies.pull_body(self._decode_body, ticket)
 
-    def decode(self, receipt: bool | str) -> EngineRequest:
+    def decode(self, receipt: bool | str, *, ids: bool = False) -> EngineRequest:
         """Return the request to the decode engine. ``receipt``: the response shall say where the
-        prompt's KV came from, or the engine's KV events, under this nonce."""
+        prompt's KV came from, or the engine's KV events, under this nonce. ``ids``: the response
+        shall have token ids."""
         chosen, kind = self.choice.decode, self._engines.decode.kind
-        return self._to(
-            chosen, self._with_options(kind, self._decode_body, chosen, receipt=receipt)
-        )
+        body = engine_bodies.token_ids_too(self._decode_body) if ids else self._decode_body
+        return self._to(chosen, self._with_options(kind, body, chosen, receipt=receipt))
 
     def merged(self, answer: bytes) -> bytes:
         """Return decode's whole answer with what only prefill's has.

@@ -91,6 +91,7 @@ def options_of(arguments: argparse.Namespace) -> RouterOptions:
         dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
         intervals=Intervals(arguments.worker_load_check_interval, arguments.probe_interval),
         disaggregate=Disaggregate(arguments.disaggregate),
+        continuations=vars(arguments)["continue"],
     )
     later = bool(sources.file or sources.etcd or options.admin.token)
     for role, named in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
@@ -267,6 +268,9 @@ def _add_choices(parser: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="pull for prompts estimated to be shorter (default: %(default)s, always push)",
     )
+    what = "how often another engine may continue a stream whose decode engine was lost"
+    what = f"{what} (default: %(default)s)"
+    add("--continue", type=int, default=default.continuations, metavar="N", help=what)
     for role in ("prefill", "decode"):
         add(
             f"--{role}-policy",

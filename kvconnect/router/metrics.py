@@ -25,6 +25,7 @@ from kvconnect.router.policy.choice import (
 from kvconnect.router.policy.expected_ttft import HANDOFF_DECISIONS
 from kvconnect.router.policy.fleet_view import Role, TargetLoad
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.requests.continuation import AfterLoss
 from kvconnect.router.requests.fields import DROPPED
 from kvconnect.router.requests.retries import Withheld
 from kvconnect.router.supervisor import TaskKind
@@ -34,6 +35,7 @@ class RequestOutcome(StrEnum):
     """How a client's request ended."""
 
     OK = "ok"
+    CONTINUED = "continued"  # whole, by another decode engine after one was lost in mid-stream
     REJECTED = "rejected"  # 4xx, from the router or an engine
     FAILED = "failed"  # 5xx, before the first byte
     BROKEN = "broken"  # after the first byte
@@ -253,6 +255,7 @@ def _create_series(families: Mapping[str, Any]) -> None:
         "refused_answers": InputKind,
         "task_failures": TaskKind,
         "withheld_retries": Withheld,
+        "lost_streams": AfterLoss,
         "relay_returns": _RETURN_REASONS,
         "refused_connections": _REFUSAL_REASONS,
         "dropped_fields": DROPPED,

@@ -56,9 +56,8 @@ class EngineSpec:
 
     def on_host(self, address: str) -> EngineSpec:
         """Return the engine with another host in its URL."""
-        parts = urlsplit(self.url)
-        place = f"{_bracketed(address)}:{parts.port}"
-        return replace(self, url=parts._replace(netloc=place).geturl())
+        place = f"{_bracketed(address)}:{self.port}"
+        return replace(self, url=urlsplit(self.url)._replace(netloc=place).geturl())
 
     @property
     def bootstrap_url(self) -> str:
@@ -271,6 +270,7 @@ class RouterOptions:
         dp_minimum_tokens: under policies that ignore loads, use the chosen engine's rank with the
             fewest tokens.
         disaggregate: whether prompts are handed off, or decode engines compute them alone.
+        continuations: how often another engine may continue a stream whose engine was lost.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -289,6 +289,7 @@ class RouterOptions:
     dp_minimum_tokens: bool = False
     intervals: Intervals = Intervals()
     disaggregate: Disaggregate = Disaggregate.ALWAYS
+    continuations: int = 0
 
     @property
     def rules(self) -> RoutingRules:
@@ -303,8 +304,10 @@ class RouterOptions:
         )
 
     def __post_init__(self) -> None:
-        if self.push_min_tokens < 0:
-            raise ConfigError("push-min-tokens", self.push_min_tokens, "use 0 or more")
+        numbers = {"continue": self.continuations, "push-min-tokens": self.push_min_tokens}
+        for flag, number in numbers.items():
+            if number < 0:
+                raise ConfigError(flag, number, "use 0 or more")
         if self.handoff == "none" and self.disaggregate is not Disaggregate.ALWAYS:
             fix = "leave it out: with --unified, nothing is handed off"
             raise ConfigError("disaggregate", self.disaggregate.value, fix)
@@ -361,17 +364,15 @@ def _value(flag: str, key: str, value: str) -> EngineKind | int | str:
     if key == "version":
         return value
     if key == "engine":
-        names = [engine.value for engine in EngineKind]
-        if value not in names:
-            raise ConfigError(flag, f"engine={value}", f"use one of {', '.join(names)}")
+        if value not in list(EngineKind):
+            raise ConfigError(flag, f"engine={value}", f"use one of {', '.join(EngineKind)}")
         return EngineKind(value)
     if key in ("bootstrap", "events", "replay"):
         good = value.isascii() and value.isdecimal() and len(value) <= len("65535")
         if not good or not 0 < int(value) < 2**16:
             raise ConfigError(flag, f"{key}={value}", "use a port")
         return int(value)
-    fix = "use engine, bootstrap, version, events or replay after the URL"
-    raise ConfigError(flag, key, fix)
+    raise ConfigError(flag, key, "use engine, bootstrap, version, events or replay after the URL")
 
 
 def _refuse_credentials(flag: str, url: str) -> None:

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from kvconnect.observability.tracing.otel import Tracer
 
 _SUMS = ("prompt", *(source.value for source in PromptSource))  # of a receipt
-_NOT_FAILED = (RequestOutcome.OK, RequestOutcome.REJECTED, RequestOutcome.CANCELLED)
+_NOT_FAILED = (
+    RequestOutcome.OK,
+    RequestOutcome.CONTINUED,
+    RequestOutcome.REJECTED,
+    RequestOutcome.CANCELLED,
+)
 _CALL_NOT_FAILED = (CallOutcome.OK, CallOutcome.REJECTED, CallOutcome.CANCELLED)
 
 
@@ -60,6 +65,9 @@ class RequestSpans:
 
     def first_byte(self) -> None:
         """Record the first byte of a stream."""
+
+    def continued(self) -> None:
+        """Record that another engine continues the stream."""
 
     def answered(self, answer: bytes) -> None:
         """Record the receipt in a whole answer, if it has one."""
@@ -136,6 +144,9 @@ class _TracedRequestSpans(RequestSpans):
 
     def first_byte(self) -> None:
         self._root.add_event("first_byte")
+
+    def continued(self) -> None:
+        self._root.add_event("continued")
 
     def answered(self, answer: bytes) -> None:
         self.receipt(engine_bodies.receipt_of(answer))

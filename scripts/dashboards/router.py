@@ -22,7 +22,7 @@ _REQUESTS = PanelRow(
             (
                 Query(
                     share(
-                        during(router("requests_total", 'outcome="ok"')),
+                        during(router("requests_total", 'outcome=~"ok|continued"')),
                         during(router("requests_total")),
                     )
                 ),
@@ -79,6 +79,12 @@ _REQUESTS = PanelRow(
             "reqps",
             (Query(rate(router("withheld_retries_total"), "reason"), "{{reason}}"),),
             about="deadly: two engines crashed during one request, which is refused for a while.",
+        ),
+        Panel(
+            "Streams whose decode engine was lost",
+            "reqps",
+            (Query(rate(router("lost_streams_total"), "result"), "{{result}}"),),
+            about="continued: another engine went on. Else why none did; see --continue.",
         ),
         Panel(
             "Connections of clients that were refused",

@@ -19,6 +19,8 @@ ROUTER_CATALOG: tuple[RouterMetric, ...] = (
     RouterMetric("retries", "counter", "Attempts after a failed one.", ("role", "cause")),
     RouterMetric("withheld_retries", "counter",
         "Requests that went to no further engine after one was lost.", ("reason",)),
+    RouterMetric("lost_streams", "counter",
+        "Streams whose decode engine was lost, by what became of them.", ("result",)),
     RouterMetric("refused_connections", "counter",
         "Clients' connections over a limit.", ("reason",)),
     RouterMetric("relay_returns", "counter",

@@ -16,12 +16,13 @@ from kvconnect.router.decision import ChosenEngines, Decision, Legs
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.http.admission import BodyAllocation
 from kvconnect.router.http.engine_call import EngineCall, Overhead, PromptWork
+from kvconnect.router.http.journaled_stream import JournaledStream
 from kvconnect.router.http.receipt_stream import ReceiptStream
 from kvconnect.router.http.renamed_stream import RenamedStream
 from kvconnect.router.http.reply import Reply
 from kvconnect.router.http.services import Services
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
-from kvconnect.router.policy.fleet_view import Role
+from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.tracing import RequestSpans
 
@@ -31,7 +32,7 @@ class Answer(NamedTuple):
 
     call: EngineCall
     first: bytes
-    passing: Reply | ReceiptStream | RenamedStream
+    passing: Reply | ReceiptStream | RenamedStream | JournaledStream
 
 
 class Attempt:
@@ -53,8 +54,10 @@ class Attempt:
         decision: Decision,
         choice: RoutingChoice,
         room: BodyAllocation,
+        journaled: JournaledStream | None = None,
     ) -> None:
-        """``room``: where the memory of whole answers is taken."""
+        """``room``: where the memory of whole answers is taken. ``journaled``: passes the answer
+        on, if it is a stream that another engine may continue."""
         self._overhead = Overhead()
         self._began = time.monotonic()
         self._prefilled_at: float | None = None
@@ -62,7 +65,11 @@ class Attempt:
         self._room = room
         self._streams_receipt = decision.streams_receipt
         self._streamed = decision.streamed
-        self.legs = decision.legs(choice, self._chosen_engines(choice))
+        self._journaled = journaled
+        engines = self._chosen_engines(choice)
+        if engines.decode.kind is EngineKind.SGLANG:
+            self._journaled = None
+        self.legs = decision.legs(choice, engines)
         for name in self.legs.dropped:
             services.metrics.count("dropped_fields", name)
         self.completed = False
@@ -90,7 +97,9 @@ class Attempt:
                 else:
                     prefill = asyncio.create_task(prefilling)
                     ends.push_async_callback(self._end_prefill, prefill)
-            passing: Reply | ReceiptStream | RenamedStream = self._reply
+            passing: Reply | ReceiptStream | RenamedStream | JournaledStream = self._reply
+            if self._journaled is not None:
+                passing = self._journaled
             if legs.client_ids is not None:
                 passing = RenamedStream(self._reply, legs.client_ids)
             receipt: bool | str = services.options.listening.receipts
@@ -107,6 +116,8 @@ class Attempt:
                 await prefill
                 first = _merged(legs, call, first)
             services.metrics.added(mode, self._overhead.seconds)
+            if passing is self._journaled and not call.streams:
+                passing = self._reply
             yield Answer(call, first, passing)
 
     async def _prefill(self, chosen: TargetChoice) -> None:
@@ -141,7 +152,8 @@ class Attempt:
     async def _begin(self, call: EngineCall, receipt: bool | str) -> bytes:
         """Return the first bytes of decode's answer; all of them if it is no stream, and not
         long or needed whole."""
-        await call.open(self.legs.decode(receipt), self._overhead.written)
+        ids = self._journaled is not None
+        await call.open(self.legs.decode(receipt, ids=ids), self._overhead.written)
         if call.streams:
             return await call.first_event()
         needed_whole = receipt or self.legs.merges or self.legs.client_ids is not None

@@ -1,7 +1,8 @@
 """One client request: from its body to the last byte of its response, within one deadline.
 
 Until the first byte goes to the client, a failed attempt is aborted on both engines, and another
-pair is tried. After it, a failure ends the stream with an error event.
+pair is tried. After it, another pair continues a stream that is journaled; any other one ends with
+an error event.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from functools import partial
 
 from aiohttp import web
 
-from kvconnect.errors import Refused
+from kvconnect.errors import KVConnectError, Refused
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.decision import ClientRequest, Decision
 from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.http.admission import BodyAllocation, Busy
 from kvconnect.router.http.attempt import Answer, Attempt
-from kvconnect.router.http.engine_call import EngineFailed, EngineResponse, Rejected
+from kvconnect.router.http.engine_call import EngineCall, EngineFailed, EngineResponse, Rejected
+from kvconnect.router.http.journaled_stream import JournaledStream, StreamCut
 from kvconnect.router.http.receipt_stream import ReceiptStream
 from kvconnect.router.http.renamed_stream import RenamedStream
 from kvconnect.router.http.reply import Reply
@@ -38,6 +40,7 @@ from kvconnect.router.policy.no_choice import Unserved
 from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import Api
+from kvconnect.router.requests.continuation import AfterLoss, terms_of
 from kvconnect.router.requests.disaggregation import asked_disaggregation
 from kvconnect.router.requests.fields import Permissions
 from kvconnect.router.requests.retries import REFUSED_S, Withheld
@@ -73,6 +76,9 @@ class Exchange:
         self._received_at = time.monotonic()
         self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
         self._deadline = asyncio.timeout(services.options.limits.timeout_s)
+        self._prefix: PromptPrefix | None = None  # of what the engines are asked
+        self._journaled: JournaledStream | None = None
+        self._unjournaled: AfterLoss | None = None  # why a stream is not, where others are
 
     async def serve(self) -> web.StreamResponse:
         """Answer the request. The client's disconnect cancels this and both requests to engines."""
@@ -85,8 +91,8 @@ class Exchange:
             message = f"not done within {timeout_s:g} seconds"
             if self._reply.stream is None:
                 return self._reply.error(504, message)
-            await self._reply.break_off(message)
-            return self._reply.stream
+            reason = None if self._journaled is None else AfterLoss.FAILED
+            return await self._break_off(message, RequestOutcome.TIMEOUT, reason)
         except web.HTTPException:  # the body is encoded, too large, or too slow
             self._outcome = RequestOutcome.REJECTED
             raise
@@ -111,30 +117,50 @@ class Exchange:
                 )
                 turn = services.admission.enter(client, self._tenant.weight)
                 async with self._spans.queue_wait(turn):
-                    decision = Decision(
-                        self._read(asked), services.rules, services.retries, _new_id
-                    )
-                    return await self._attempts(decision, asked.prefix, room)
-        except Busy as error:
-            self._outcome = RequestOutcome.REJECTED
-            return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
-        except Refused as error:
-            self._outcome = RequestOutcome.REJECTED
-            return self._reply.error(400, str(error))
-        except Unserved as error:
-            self._outcome = RequestOutcome.REJECTED
-            return self._reply.error(404, str(error))
-        except Rejected as error:
-            self._outcome = RequestOutcome.REJECTED
-            return self._reply.whole(error.answer)
-        except EngineFailed as error:
-            self._outcome = RequestOutcome.FAILED
-            if error.role is Role.DECODE and error.answer is not None:
-                choice = self._reply.choice
-                if choice is not None and choice.reason is RoutingReason.PUSH_FAILED:
-                    return self._reply.whole(_explained(error.answer))
+                    request = self._read(asked)
+                    self._prefix = asked.prefix
+                    self._journal(request, room)
+                    decision = Decision(request, services.rules, services.retries, _new_id)
+                    return await self._attempts(decision, room)
+        except (Busy, Refused, Unserved, Rejected, EngineFailed) as error:
+            if self._reply.stream is None:
+                return self._refusal(error)
+            message = f"the decode engine was lost, and no other one went on: {error}"
+            return await self._break_off(message, RequestOutcome.BROKEN, AfterLoss.FAILED)
+
+    def _refusal(self, error: KVConnectError) -> web.Response:
+        """Return the answer to a request that failed before its first byte."""
+        self._outcome = RequestOutcome.REJECTED
+        match error:
+            case Busy():
+                return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
+            case Refused():
+                return self._reply.error(400, str(error))
+            case Unserved():
+                return self._reply.error(404, str(error))
+            case Rejected():
                 return self._reply.whole(error.answer)
-            return self._reply.error(502, str(error))
+        self._outcome = RequestOutcome.FAILED
+        answer = error.answer if isinstance(error, EngineFailed) else None
+        if answer is not None and isinstance(error, EngineFailed) and error.role is Role.DECODE:
+            choice = self._reply.choice
+            if choice is not None and choice.reason is RoutingReason.PUSH_FAILED:
+                answer = _explained(answer)
+            return self._reply.whole(answer)
+        return self._reply.error(502, str(error))
+
+    def _journal(self, request: ClientRequest, room: BodyAllocation) -> None:
+        """Have the answer journaled, if it is a stream that another engine can continue."""
+        services = self._services
+        if not (services.options.continuations and request.prompt.streamed):
+            return
+        found = terms_of(request.api, request.body, request.prompt)
+        if services.options.listening.receipts:
+            found = AfterLoss.RECEIPT
+        if isinstance(found, AfterLoss):
+            self._unjournaled = found
+        else:
+            self._journaled = JournaledStream(services, self._reply, request, found, room)
 
     def _read(self, asked: ParsedRequest) -> ClientRequest:
         """Return what is decided about: the parsed request, with what is known beside its body."""
@@ -169,10 +195,8 @@ class Exchange:
             names.append(_PRIORITY)
         return {name: headers[name] for name in names if name in headers}
 
-    async def _attempts(
-        self, decision: Decision, prefix: PromptPrefix | None, room: BodyAllocation
-    ) -> web.StreamResponse:
-        """Try pairs of engines until one answers.
+    async def _attempts(self, decision: Decision, room: BodyAllocation) -> web.StreamResponse:
+        """Try pairs of engines until one answers, and others that continue its answer.
 
         Raises:
             Busy: there is no memory for the answer.
@@ -199,7 +223,7 @@ class Exchange:
                     services.metrics.retry(failure.role, failure.cause)
                 self._reply.choice = choice
                 services.metrics.chosen(choice)
-                services.caches.sent(choice.targets, prefix)
+                services.caches.sent(choice.targets, self._prefix)
                 try:
                     with FreedFrames():
                         return await self._attempt(decision, choice, room)
@@ -208,7 +232,8 @@ class Exchange:
                         raise
                     failure = error
                 except EngineFailed as error:
-                    if not self._try_again(error, decision, choice):
+                    going_on = isinstance(error, StreamCut)
+                    if not (going_on or self._try_again(error, decision, choice)):
                         raise
                     failure = error
         finally:
@@ -217,13 +242,21 @@ class Exchange:
     async def _attempt(
         self, decision: Decision, choice: RoutingChoice, room: BodyAllocation
     ) -> web.StreamResponse:
-        attempt = Attempt(self._services, self._spans, self._reply, decision, choice, room)
-        async with attempt.answer() as answer:
-            if answer.call.streams or not answer.call.ended:
-                response = await self._stream(answer, choice.mode, decision)
-            else:
-                response = self._whole(answer, attempt)
-            attempt.completed = self._outcome is RequestOutcome.OK
+        attempt = Attempt(
+            self._services, self._spans, self._reply, decision, choice, room, self._journaled
+        )
+        try:
+            async with attempt.answer() as answer:
+                if answer.call.streams or not answer.call.ended:
+                    response = await self._stream(answer, choice.mode, decision)
+                else:
+                    response = self._whole(answer, attempt)
+                attempt.completed = self._outcome in (RequestOutcome.OK, RequestOutcome.CONTINUED)
+        except StreamCut as cut:
+            if await self._goes_on(cut, decision, choice):
+                raise
+            assert self._reply.stream is not None, "it has been cut"
+            return self._reply.stream
         if self._reply.stream is None:
             await self._send(response)
         return response
@@ -264,34 +297,102 @@ class Exchange:
             self._deadline.reschedule(None)
 
     async def _stream(self, answer: Answer, mode: Mode, decision: Decision) -> web.StreamResponse:
-        """Pass a stream, or a long answer, on as it arrives."""
+        """Pass a stream, or a long answer, on as it arrives.
+
+        Raises:
+            StreamCut: its engine was lost, and it is journaled.
+        """
         call, first, passing = answer
-        if call.streams:
-            self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
-        self._spans.first_byte()
-        stream = await self._reply.begin(call.content_type, call.headers)
+        stream = await self._begun(call, mode)
         self._no_deadline()
         try:
             await passing.write(first)
+            _check(passing, call, ended=False)
             async for chunk in call.chunks(passing):
                 if passing is self._reply:
                     await self._reply.write(chunk, last=call.ended)
                 else:  # something may follow
                     await passing.write(chunk)
+                    _check(passing, call, ended=False)
             if isinstance(passing, ReceiptStream):
                 self._spans.receipt(await passing.end())
             elif isinstance(passing, RenamedStream):
                 await passing.end()
+            _check(passing, call, ended=True)
             await stream.write_eof()
-            self._outcome = RequestOutcome.OK
+            going_on = self._journaled is not None and self._journaled.continued
+            self._outcome = RequestOutcome.CONTINUED if going_on else RequestOutcome.OK
         except EngineFailed as error:
-            self._outcome = RequestOutcome.BROKEN
             if error.crashed:
                 decision.crashed(error.crashed, time.monotonic())
-            await self._reply.break_off(str(error))
+            if isinstance(passing, JournaledStream):
+                raise StreamCut(error.role, error.cause, str(error)) from None
+            reason = self._unjournaled if self._journaled is None else AfterLoss.ENGINE
+            await self._break_off(str(error), RequestOutcome.BROKEN, reason)
         except ConnectionError:  # the client disconnected
             logger.debug("a client of %s left", self._request.path)
         return stream
+
+    async def _begun(self, call: EngineCall, mode: Mode) -> web.StreamResponse:
+        """Return the client's stream, which begins with the first engine's."""
+        if self._reply.stream is not None:
+            assert self._journaled is not None, "only such a stream has a further engine"
+            self._journaled.continued += 1
+            self._services.metrics.count("lost_streams", AfterLoss.CONTINUED.value)
+            self._spans.continued()
+            return self._reply.stream
+        if call.streams:
+            self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
+        self._spans.first_byte()
+        return await self._reply.begin(call.content_type, call.headers)
+
+    async def _goes_on(
+        self, error: EngineFailed, decision: Decision, choice: RoutingChoice
+    ) -> bool:
+        """Return whether attempts shall continue a stream that was cut; if not, it has ended."""
+        journaled, limits = self._journaled, self._services.options.limits
+        assert journaled is not None and self._reply.stream is not None, "it has been cut"
+        logger.warning("a stream of %s was cut: %s", self._request.path, str(error))
+        self._services.fleet.recheck(choice)
+        if journaled.journal.finished:  # only its end is missing
+            self._services.metrics.count("lost_streams", AfterLoss.CONTINUED.value)
+            with contextlib.suppress(ConnectionError):
+                await self._reply.write(journaled.journal.ending())
+                await self._reply.stream.write_eof()
+                self._outcome = RequestOutcome.CONTINUED
+            return False
+        if not self._deadline.expired():
+            now = asyncio.get_running_loop().time()
+            self._deadline.reschedule(now + limits.timeout_s)
+        await journaled.settle(choice)
+        if (reason := journaled.go_on(decision, choice)) is not None:
+            await self._break_off(str(error), RequestOutcome.BROKEN, reason)
+            return False
+        self._prefix = journaled.prefix
+        return True
+
+    async def _break_off(
+        self, message: str, outcome: RequestOutcome, reason: AfterLoss | None
+    ) -> web.StreamResponse:
+        """End the stream with an error event. ``reason``: why no other engine goes on, where that
+        is counted."""
+        assert self._reply.stream is not None, "it has begun"
+        self._outcome = outcome
+        if reason is not None:
+            self._services.metrics.count("lost_streams", reason.value)
+        await self._reply.break_off(message)
+        return self._reply.stream
+
+
+def _check(
+    passing: Reply | ReceiptStream | RenamedStream | JournaledStream,
+    call: EngineCall,
+    *,
+    ended: bool,
+) -> None:
+    """Raise :class:`EngineFailed` if what an engine has sent is no stream to continue with."""
+    if isinstance(passing, JournaledStream) and (why := passing.unusable(ended=ended)):
+        raise call.fail(why)
 
 
 def _explained(answer: EngineResponse) -> EngineResponse:

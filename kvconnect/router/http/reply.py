@@ -80,6 +80,11 @@ class Reply:
         self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
         await (self.stream.write_eof(chunk) if last else self.stream.write(chunk))
 
+    @property
+    def ready(self) -> bool:
+        """Whether a chunk can be sent without a wait."""
+        return self._writable() is not None
+
     def forward(self, chunk: bytes) -> bool:
         """Send a chunk if that needs no wait; return whether it was sent."""
         transport = self._writable()

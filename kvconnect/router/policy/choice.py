@@ -191,7 +191,7 @@ class RoutedRequest(NamedTuple):
         draw: a random number, at least 0 and less than 1.
         session: the client's name for a series of requests; may be empty.
         hits: cached prompt tokens by role and target.
-        keep: decode engine of an earlier attempt, preferred if it is available.
+        keep, warm: decode and prefill engine of an earlier attempt, preferred if available.
         disaggregate: what the client may ask for, and has; None: the operator's rule.
     """
 
@@ -207,6 +207,7 @@ class RoutedRequest(NamedTuple):
     hits: CacheHits = MappingProxyType({})
     keep: int | None = None
     disaggregate: Disaggregate | None = None
+    warm: int | None = None
 
 
 def choose(
@@ -317,7 +318,8 @@ def _choose_pair(
         group = group._replace(prefill=others or group.prefill)
     if group.turn != request.turn:  # there are several groups
         request = request._replace(turn=group.turn)
-    prefill = _choose_target(group.prefill, request, Role.PREFILL, rules)
+    warm = [engine for engine in group.prefill if engine.index == request.warm]
+    prefill = _choose_target(warm or group.prefill, request, Role.PREFILL, rules)
     prefill = _with_source(prefill, group.prefill, request.hits.get(Role.PREFILL, {}))
     engine = next(e for e in group.prefill if e.index == prefill.target.engine)
     partners = [e for e in kept or group.decode if not engine.is_same(e)] or group.decode

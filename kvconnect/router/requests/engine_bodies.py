@@ -108,7 +108,7 @@ def pull_body(body: Body, ticket: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_ids_too(asked: Body) -> dict[str, Any]:
-    """Return a :func:`prefill_body` whose response also has the prompt's token ids."""
+    """Return a body for vLLM whose response also has the token ids of prompt and answer."""
     return {**asked, "return_token_ids": True}
 
 

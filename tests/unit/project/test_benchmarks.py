@@ -300,6 +300,15 @@ def test_router(run: Any) -> None:
     assert found["answers_per_core_second_push"] > 0
 
 
+@pytest.mark.smokes("continue_streams")
+def test_continue_streams(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_model_servers(monkeypatch)
+    small = {"ROUNDS": 1, "STREAMS": 2, "NEW": 40, "KILLS": 1}
+    found = run("continue_streams", "--seconds", "0.5", "--rate", "50", **small)
+    assert found["wrong_streams"] == found["broken_streams"] == 0
+    assert found["journal_over_relay"] > 0 and found["cut_streams"] == 2
+
+
 @pytest.mark.smokes("balance")
 def test_balance(run: Any) -> None:
     small = {"REQUESTS": 200, "SEEDS": 1, "CACHED_SEEDS": 1, "CACHED_REQUESTS": 200}

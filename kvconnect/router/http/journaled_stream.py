@@ -1,0 +1,144 @@
+"""Streams that another engine can continue. Event loop only."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+from kvconnect.router.connections.http1 import ConnectionLost, Unreachable, request_head
+from kvconnect.router.decision import ClientRequest, Decision
+from kvconnect.router.http.admission import BodyAllocation, Busy
+from kvconnect.router.http.engine_call import EngineFailed
+from kvconnect.router.http.reply import Reply
+from kvconnect.router.http.services import Services
+from kvconnect.router.policy.choice import RoutingChoice
+from kvconnect.router.policy.fleet_view import EngineKind, Role
+from kvconnect.router.policy.prefixes import PromptPrefix
+from kvconnect.router.requests import text_ends
+from kvconnect.router.requests.apis import COMPLETIONS
+from kvconnect.router.requests.body import Body, prefix_of, prompt_of
+from kvconnect.router.requests.continuation import AfterLoss, StreamTerms, continuation_body
+from kvconnect.router.requests.journal import StreamJournal
+
+_MOST_DOUBTS = 4  # questions about where text ends
+_ENDS_S = 2.0  # for an answer
+_OF_VLLM = COMPLETIONS._replace(kinds=COMPLETIONS.kinds - {EngineKind.SGLANG})
+
+
+class StreamCut(EngineFailed):
+    """The decode engine of a journaled stream was lost, after the stream's first event."""
+
+
+class JournaledStream:
+    """Passes a stream on to a client, from one engine after another.
+
+    Attributes:
+        journal: what the client has got.
+        continued: engines that have continued it.
+        prefix: of what the engine that continues it is asked; None if no policy uses it.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        reply: Reply,
+        request: ClientRequest,
+        terms: StreamTerms,
+        room: BodyAllocation,
+    ) -> None:
+        """``room``: where the memory of the journal is taken."""
+        self._services, self._reply, self._room = services, reply, room
+        self._request, self._terms = request, terms
+        self._left = services.options.continuations
+        self._sent = 0  # characters, when the last engine began
+        self.journal = StreamJournal(terms, self._take)
+        self.continued = 0
+        self.prefix: PromptPrefix | None = None
+
+    async def write(self, chunk: bytes) -> None:
+        """See :meth:`Reply.write`."""
+        if passed := self.journal.feed(chunk):
+            await self._reply.write(passed)
+
+    def forward(self, chunk: bytes) -> bool:
+        """See :meth:`Reply.forward`."""
+        if not self._reply.ready:
+            return False
+        passed = self.journal.feed(chunk)
+        if passed:
+            self._reply.forward(passed)
+        return not self.journal.broken  # what follows it is left to the request's task
+
+    def relay(self, *_: object) -> None:
+        """See :meth:`Reply.relay`: native code keeps no journal."""
+
+    def unusable(self, *, ended: bool) -> str:
+        """Return why the engine's stream is no good so far, or at its end; empty if it is."""
+        journal = self.journal
+        if journal.prevented is None and ended and not journal.done:
+            return "ended its stream before the last event"
+        return journal.broken
+
+    async def settle(self, choice: RoutingChoice) -> None:
+        """Where it is in doubt at which token text ends, ask an engine other than the lost one of a
+        choice. Without an answer, the stream is continued further back."""
+        for _ in range(_MOST_DOUBTS):
+            tail = self.journal.doubtful()
+            sure = await self._ends(tail, choice) if tail else None
+            if sure is None:
+                return
+            self.journal.settle(sure=sure)
+
+    async def _ends(self, tail: array[int], choice: RoutingChoice) -> bool | None:
+        """Return whether tokens end with a character; None if no engine says it."""
+        model = self._request.prompt.model
+        lost = self._services.fleet.get(Role.DECODE, choice.decode.target.engine)
+        others = (e for e in self._services.fleet.all() if e.up and e.url != lost.url)
+        serving = (e for e in others if not (model and e.info.models) or model in e.info.models)
+        engine = next((e for e in serving if e.spec.kind is not EngineKind.SGLANG), None)
+        if engine is None:
+            return None
+        body = text_ends.asked(model, tail)
+        head = request_head(engine.base, "POST", text_ends.PATH, self._request.headers, len(body))
+        try:
+            status, said = await self._services.client.whole(engine.base, head, body, _ENDS_S)
+        except (Unreachable, ConnectionLost, TimeoutError):
+            return None
+        return text_ends.ends(said) if status == 200 else None
+
+    def go_on(self, decision: Decision, choice: RoutingChoice) -> AfterLoss | None:
+        """Have a decision's next attempts continue the stream, whose engine was lost; return why
+        that cannot be."""
+        journal = self.journal
+        further, self._sent = journal.sent > self._sent, journal.sent
+        delivered = journal.resume()
+        if delivered is None:
+            return journal.prevented
+        if not self._left:
+            return AfterLoss.LIMIT
+        self._left -= 1
+        retry = decision.cut(choice, further=further, now=time.monotonic())
+        if retry.withheld is not None:
+            self._services.metrics.count("withheld_retries", retry.withheld.value)
+            return AfterLoss.WITHHELD
+        prompt, generated = delivered
+        body = continuation_body(self._request.body, self._terms, prompt, generated)
+        if body is None:
+            return AfterLoss.LENGTH
+        decision.go_on(self._rest(body), choice)
+        return None
+
+    def _rest(self, body: Body) -> ClientRequest:
+        """Return the request for the rest of the stream."""
+        services, prompt = self._services, prompt_of(body)
+        self.prefix = prefix_of(body) if services.caches.indexes else None
+        base = self.prefix is not None and services.fleet.is_base(prompt.model)
+        hits = services.caches.hits(self.prefix, base=base)
+        return self._request._replace(api=_OF_VLLM, body=body, prompt=prompt, hits=hits)
+
+    def _take(self, size: int) -> bool:
+        try:
+            self._room.take(size)
+        except Busy:
+            return False
+        return True

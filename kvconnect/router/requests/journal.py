@@ -1,0 +1,302 @@
+"""The journal of a stream: what another engine needs to continue it after the last token that the
+client has. Pure.
+
+A stream passes through :meth:`StreamJournal.feed`, in whole events. After the engine was lost,
+:meth:`StreamJournal.resume` says what the next one has to continue, and that one's events pass
+through ``feed`` as events of the same stream.
+
+The next engine must begin where a token's text ends. An event with one token and with text ends
+there; one without text may end within a character; one with several tokens may too, unless an
+engine says that it does not (:meth:`StreamJournal.doubtful`). Text that an engine holds back for
+stop strings is not sent, though its tokens are known. So the journal keeps such places, continues
+at the last one whose text was sent, and compares what the next engine generates after it with what
+was sent already.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvconnect.router.requests import stream_events
+from kvconnect.router.requests.continuation import AfterLoss, StreamTerms
+from kvconnect.router.requests.stream_events import DONE, END, EventPart, StreamEvent, StreamHead
+
+MOST_EVENT = 1 << 24  # bytes of one event; the first has all token ids of the prompt
+MOST_OVERLAP = 4096  # characters that are kept to be compared
+_ITEM = array("i").itemsize
+_OF_TEXT = {"role", "content"}  # what a chat's event has without tools and reasoning
+_DOUBTFUL = 8  # places that are kept although it is not sure that text ends there
+_TAIL = 32  # tokens that show whether their text ends within a character
+_BLOCK = 1024  # tokens whose memory is taken at a time
+
+
+class TextEnd(NamedTuple):
+    """Where the text of so many tokens ends. ``sure``: it ends there, not within a character."""
+
+    tokens: int
+    chars: int
+    sure: bool = True
+
+
+class Delivered(NamedTuple):
+    """Token ids of a prompt, and of the part of its answer that is not generated again."""
+
+    prompt: array[int]
+    generated: array[int]
+
+
+class StreamJournal:
+    """The journal of one stream.
+
+    Attributes:
+        prevented: why the stream cannot be continued; None: it can be.
+        broken: why the engine's stream is no good; empty: it is.
+        finished: the answer's last token was sent.
+        done: so was the end of the stream.
+        sent: characters of the answer that the client has.
+    """
+
+    def __init__(self, terms: StreamTerms, take: Callable[[int], bool]) -> None:
+        """``take``: takes so many bytes of memory for the tokens; returns whether they are left."""
+        self._terms, self._take = terms, take
+        self.prevented: AfterLoss | None = None
+        self.broken = ""
+        self.finished = self.done = False
+        self.sent = 0
+        self._partial = b""  # of an event
+        self._head: StreamHead | None = None  # of the first engine's events
+        self._prompt, self._ids = array("i"), array("i")
+        self._room = 0  # tokens whose memory is taken
+        self._places = [TextEnd(0, 0)]  # the last sure one whose text was sent, and later ones
+        self._text, self._text_at = "", 0  # what was sent since the first place
+        self._usage_sent = False
+        # Of the engine that continues the stream:
+        self._resumed = False
+        self._at = 0  # characters that this engine has sent, and those before it
+        self._again = array("i")  # ids that the client has and this engine must repeat
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take what an engine has sent; return what of it the client gets."""
+        text = self._partial + chunk if self._partial else chunk
+        end = text.rfind(END) + len(END)
+        if end < len(END):
+            end = 0
+        self._partial = text[end:]
+        if len(self._partial) > MOST_EVENT:
+            self._break("sent an event over the size limit")
+        passed = []
+        for event in text[:end].split(END)[:-1]:
+            if self.broken:
+                break
+            passed.append(self._event(event))
+        return b"".join(passed)
+
+    def resume(self) -> Delivered | None:
+        """Return what the next engine has to continue, whose events follow; None, and why in
+        ``prevented``, if it cannot be told."""
+        if self._head is None or not self._prompt:
+            self._prevent(AfterLoss.IDS)
+        place = next((place for place in reversed(self._usable()) if place.sure), None)
+        if place is None:
+            self._prevent(AfterLoss.TEXT)
+        if self.prevented is not None or place is None:
+            return None
+        repeated = self._ids[place.tokens :]
+        self._again = repeated if self._terms.shows_ids else array("i")
+        del self._ids[place.tokens :]
+        self._places, self._at = [place], place.chars
+        self._forget()
+        self._partial, self.broken, self._resumed = b"", "", True
+        return Delivered(self._prompt, self._ids)
+
+    def doubtful(self) -> array[int]:
+        """Return the last tokens before the best place to continue at, if it is not sure that text
+        ends there, else none. :meth:`settle` may follow."""
+        usable = [] if self.prevented is not None else self._usable()
+        if not usable or usable[-1].sure:
+            return array("i")
+        end = usable[-1].tokens
+        return self._ids[max(0, end - _TAIL) : end]
+
+    def settle(self, *, sure: bool) -> None:
+        """Say whether text ends at the place of :meth:`doubtful`; if not, another may follow."""
+        at = len(self._usable()) - 1
+        if sure:
+            self._places[at] = self._places[at]._replace(sure=True)
+        else:
+            del self._places[at]
+
+    def ending(self) -> bytes:
+        """Return the rest of a stream that is finished but not done."""
+        usage = b""
+        if self._terms.usage and not self._usage_sent and self._head is not None:
+            usage = stream_events.usage_event(self._head, self._part(""), chat=self._terms.chat)
+        return usage + DONE + END
+
+    def _event(self, event: bytes) -> bytes:
+        """Return what of an event the client gets, with its end."""
+        read = stream_events.read(event)
+        if read is None:
+            self.done = self.done or event == DONE
+            return event + END
+        if error := stream_events.error_of(read):
+            if self.prevented is None and (error.code is None or error.code >= 500):
+                self._break(error.message or "reported an error")
+                return b""
+            self._prevent(AfterLoss.FAILED)
+            return event + END
+        if self._resumed:
+            return self._of_next(event, read)
+        if self.prevented is None:
+            self._note(read)
+            if self.broken:
+                return b""
+        if self._terms.shows_ids:
+            return event + END
+        if self._terms.chat and _shows_nothing(read):  # it came because of the ids
+            return b""
+        return stream_events.without_ids(event) + END
+
+    def _note(self, read: StreamEvent) -> None:
+        """Journal an event of the first engine."""
+        if self._head is None:
+            self._head = StreamHead(read.id, read.created, read.model)
+        if not read.choices:
+            self._usage_sent = True
+            return
+        choice = read.choices[0]
+        if choice.finish_reason == "abort":
+            self._break("ended the request")
+            return
+        prompt = read.prompt_token_ids or choice.prompt_token_ids
+        if prompt and not self._prompt:
+            if not self._take(_ITEM * len(prompt)):
+                self._prevent(AfterLoss.MEMORY)
+                return
+            self._prompt = array("i", prompt)
+        text = choice.text
+        if self._terms.chat:
+            delta = choice.delta or {}
+            text = delta.get("content")
+            if delta.get("role") is not None and choice.token_ids is None and not text:
+                return
+            if text is None or any(delta[name] is not None for name in delta.keys() - _OF_TEXT):
+                self._prevent(AfterLoss.PARSER)
+                return
+        if choice.token_ids is None or text is None:
+            self._prevent(AfterLoss.IDS)
+            return
+        self._at += len(text)
+        self._add(choice.token_ids, text, text)
+        self.finished = choice.finish_reason is not None
+
+    def _of_next(self, event: bytes, read: StreamEvent) -> bytes:
+        """Return an event of the engine that continues the stream, as one of the stream."""
+        chat, text, ids = self._terms.chat, "", None
+        finished = False
+        if read.choices:
+            choice = read.choices[0]
+            finished = choice.finish_reason is not None
+            if choice.finish_reason == "abort":
+                self._break("ended the request")
+                return b""
+            if choice.token_ids is None or choice.text is None:
+                self._prevent(AfterLoss.IDS)
+                self._break("sent no token ids")
+                return b""
+            text = self._new_text(choice.text)
+            ids = self._new_ids(choice.token_ids)
+            if self.broken:
+                return b""
+            self._add(choice.token_ids, choice.text, text)
+            if not (text or ids or finished):  # the client has it
+                return b""
+            ids = ids if self._terms.shows_ids else None
+        else:
+            self._usage_sent = True
+        assert self._head is not None, "resume() came first"
+        try:
+            made = stream_events.continued(event, self._head, self._part(text, ids), chat=chat)
+        except ValueError:
+            self._break("sent an event that is none of vLLM's")
+            return b""
+        self.finished = self.finished or finished
+        return made
+
+    def _new_text(self, text: str) -> str:
+        """Return what of an engine's text the client does not have."""
+        begin, self._at = self._at, self._at + len(text)
+        known = min(len(text), max(0, self.sent - begin))
+        offset = begin - self._text_at
+        if text[:known] != self._text[offset : offset + known]:
+            self._break("continued with another text than the one that was sent")
+        return text[known:]
+
+    def _new_ids(self, ids: list[int]) -> list[int]:
+        """Return those that the client does not have."""
+        known = min(len(ids), len(self._again))
+        if ids[:known] != self._again[:known].tolist():
+            self._break("continued with other tokens than those that were sent")
+        del self._again[:known]
+        return ids[known:]
+
+    def _add(self, ids: list[int], text: str, new: str) -> None:
+        """Note an event's tokens and text; ``new``: what of it is sent now."""
+        if len(self._ids) + len(ids) > self._room:
+            self._room += max(_BLOCK, len(ids))
+            if not self._take(_ITEM * max(_BLOCK, len(ids))):
+                self._prevent(AfterLoss.MEMORY)
+                return
+        self._ids.extend(ids)
+        self.sent += len(new)
+        self._text += new
+        if text:
+            end = TextEnd(len(self._ids), self._at + self._terms.held, len(ids) == 1)
+            self._places.append(end)
+        self._forget()
+
+    def _usable(self) -> list[TextEnd]:
+        """Return the places whose text was sent, the last one last."""
+        usable = max(0, self.sent - self._terms.reach)
+        return [place for place in self._places if place.chars <= usable]
+
+    def _forget(self) -> None:
+        """Forget the places, and the text, that are no longer of use."""
+        usable = max(0, self.sent - self._terms.reach)
+        count = sure = 0
+        for number, place in enumerate(self._places):
+            if place.chars > usable:
+                break
+            count = number + 1
+            if place.sure:
+                sure = number
+        del self._places[:sure]
+        if count - sure > 1 + _DOUBTFUL:
+            del self._places[int(self._places[0].sure)]
+        while self._places and self.sent - self._places[0].chars > MOST_OVERLAP:
+            del self._places[0]
+        begins = min(self._places[0].chars, self.sent) if self._places else self.sent
+        self._text, self._text_at = self._text[begins - self._text_at :], begins
+
+    def _part(self, text: str, ids: list[int] | None = None) -> EventPart:
+        return EventPart(text, ids, len(self._prompt), len(self._ids))
+
+    def _break(self, why: str) -> None:
+        self.broken = self.broken or why
+
+    def _prevent(self, why: AfterLoss) -> None:
+        """Give up the journal, and its memory."""
+        self.prevented = self.prevented or why
+        self._prompt, self._ids = array("i"), array("i")
+        self._text = ""
+
+
+def _shows_nothing(read: StreamEvent) -> bool:
+    """Whether an event of a chat has only token ids, which vLLM sends only if asked for them."""
+    return (
+        len(read.choices) == 1
+        and not read.choices[0].delta
+        and (read.choices[0].finish_reason is None and not read.prompt_token_ids)
+    )
