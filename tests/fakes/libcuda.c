@@ -1,5 +1,5 @@
 /* Stands for the CUDA driver where there is none: copies and launches happen at once, in host
-   memory, and every call is checked as the driver checks it. What a driver answers only after the
+   memory, unless a test has queues for them; every call is checked as the driver checks it. What a driver answers only after the
    fact (a sticky error), or only to some (a thread without a context), is answered here too.
 
    Numbers are those of cuda.h. "stub_" functions are for tests. The few functions of the runtime
@@ -25,6 +25,7 @@ enum {
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     INVALID_HANDLE = 400,
+    NOT_READY = 600,
     ALREADY_REGISTERED = 712,
     NOT_REGISTERED = 713,
 };
@@ -32,6 +33,7 @@ enum {
 enum { DEVICES = 2, STREAMS = 4096, EVENTS = 65536, RANGES = 4096, DEPTH = 8, NAMES = 64 };
 enum { LEAST = 0, GREATEST = -5 };
 enum { HOST_POINTERS_OF_REGISTERED = 91 }; /* an attribute of a device */
+enum { IN_ORDER = 1 }; /* of a copy: its source is read when its stream has come to it */
 enum { PER_THREAD = 2, LEGACY = 1 }; /* handles that stand for null streams */
 
 typedef struct {
@@ -81,7 +83,21 @@ static int held_of[NAMES]; /* of these, calls of threads that held Python's lock
 static size_t most_copies[2]; /* of one batch, of threads that did not hold it and that did */
 static const char *names[NAMES];
 static const char *kernels[NAMES]; /* by handle, less one */
-static Status (*launched)(void *function, unsigned grid, unsigned threads, void **arguments);
+static Status (*launched)(void *function, unsigned grid, unsigned threads, void *stream,
+                          void **arguments);
+
+/* The work of a device that does it later. They are called without the lock, because they wait for
+   Python's, which a caller that waits may hold. All are NULL where work is done at once. */
+typedef struct {
+    Status (*copy)(void *stream, const Address *targets, const Address *sources,
+                   const size_t *sizes, size_t copies, int order);
+    Status (*record)(void *stream, void *event);
+    Status (*follow)(void *stream, void *event);
+    Status (*await)(void *event);
+    Status (*query)(void *event);
+    double (*seconds)(void *start, void *end); /* negative: not yet */
+} Queues;
+static Queues queues;
 
 static __thread void *stack[DEPTH]; /* the top is the thread's current context */
 static __thread int depth;
@@ -181,6 +197,7 @@ void stub_reset(void)
     sticky = SUCCESS;
     refused = "";
     launched = NULL;
+    queues = (Queues){0};
     memset(kernels, 0, sizeof kernels);
     depth = 0;
     last_error = SUCCESS;
@@ -197,7 +214,12 @@ void stub_limit_range(size_t bytes) { lockable_range = bytes; }
 void stub_reach_everything(void) { everything_reached = 1; }
 void stub_other_addresses(void) { other_addresses = 1; }
 void stub_lose_device(Status status) { sticky = status; }
-void stub_launched(Status (*function)(void *, unsigned, unsigned, void **)) { launched = function; }
+void stub_queues(const Queues *given) { queues = *given; }
+
+void stub_launched(Status (*function)(void *, unsigned, unsigned, void *, void **))
+{
+    launched = function;
+}
 
 /* Let modules have a kernel; the name must stay where it is. */
 void stub_kernel(int handle, const char *name) { kernels[handle - 1] = name; }
@@ -389,7 +411,8 @@ Status cuEventRecord(void *event, void *stream)
         status = check_stream(stream);
     if (!status)
         ((Event *)event)->records++;
-    return leave(status);
+    leave(status);
+    return !status && queues.record ? queues.record(stream, event) : status;
 }
 
 Status cuStreamWaitEvent(void *stream, void *event, unsigned flags)
@@ -401,7 +424,8 @@ Status cuStreamWaitEvent(void *stream, void *event, unsigned flags)
         status = check_event(event);
     if (!status && flags > 1)
         status = INVALID_VALUE;
-    return leave(status);
+    leave(status);
+    return !status && queues.follow ? queues.follow(stream, event) : status;
 }
 
 Status cuEventSynchronize(void *event)
@@ -409,7 +433,8 @@ Status cuEventSynchronize(void *event)
     Status status = enter("cuEventSynchronize", 1);
     if (!status)
         status = check_event(event);
-    return leave(status);
+    leave(status);
+    return !status && queues.await ? queues.await(event) : status;
 }
 
 Status cuEventQuery(void *event)
@@ -417,7 +442,8 @@ Status cuEventQuery(void *event)
     Status status = enter("cuEventQuery", 1);
     if (!status)
         status = check_event(event);
-    return leave(status);
+    leave(status);
+    return !status && queues.query ? queues.query(event) : status;
 }
 
 Status cuEventElapsedTime(float *milliseconds, void *start, void *end)
@@ -432,9 +458,13 @@ Status cuEventElapsedTime(float *milliseconds, void *start, void *end)
         if (!first->records || !last->records || (first->flags | last->flags) & NO_TIMING)
             status = INVALID_HANDLE;
     }
+    leave(status);
+    const double seconds = !status && queues.seconds ? queues.seconds(start, end) : 0.002;
+    if (!status && seconds < 0)
+        status = NOT_READY;
     if (!status)
-        *milliseconds = 2.0f;
-    return leave(status);
+        *milliseconds = (float)(1e3 * seconds);
+    return status;
 }
 
 int stub_events(void)
@@ -492,7 +522,8 @@ static Status move(Address target, Address source, size_t bytes)
     /* Pageable memory would be copied as well, but before the call returns; nothing here may. */
     if (!covered(target, bytes) || !covered(source, bytes))
         return INVALID_VALUE;
-    memcpy((void *)target, (void *)source, bytes);
+    if (!queues.copy)
+        memcpy((void *)target, (void *)source, bytes);
     return SUCCESS;
 }
 
@@ -503,7 +534,9 @@ Status cuMemcpyAsync(Address target, Address source, size_t bytes, void *stream)
         status = check_stream(stream);
     if (!status)
         status = move(target, source, bytes);
-    return leave(status);
+    leave(status);
+    return !status && queues.copy ? queues.copy(stream, &target, &source, &bytes, 1, IN_ORDER)
+                                  : status;
 }
 
 #ifndef WITHOUT_BATCH
@@ -546,7 +579,10 @@ static Status batch(const char *name, const Address *targets, const Address *sou
     }
     if (!status)
         last_order = attributes[0].order;
-    return leave(status);
+    leave(status);
+    return !status && queues.copy
+               ? queues.copy(stream, targets, sources, sizes, copies, attributes[0].order)
+               : status;
 }
 
 Status cuMemcpyBatchAsync(const Address *targets, const Address *sources, const size_t *sizes,
@@ -609,7 +645,7 @@ Status cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsign
     if (!status && (!arguments == !extra))
         status = INVALID_VALUE;
     leave(status); /* a kernel here waits for Python's lock, which a caller that waits may hold */
-    return !status && launched ? launched(function, x, threads_x, arguments) : status;
+    return !status && launched ? launched(function, x, threads_x, stream, arguments) : status;
 }
 
 /* The runtime: a call that fails leaves its error behind, and a checked launch takes it for its

@@ -2,15 +2,17 @@
 
     python -m pytest -p tests.fakes.pretended_cuda tests/gpu
 
-torch's tensors say that they lie on the device where they were asked to, and page-locks are noted.
-The driver is the stub (``stub_driver``), kernels are their own sources on the CPU. All work is done
-when it is submitted: nothing here waits for a stream, and no time passes.
+torch's tensors say that they lie on the device where they were asked to (``device_tensors``), and
+page-locks are noted. The driver is the stub (``stub_driver``), kernels are their own sources on the
+CPU. Work waits in the queues of streams (``deferred_device``). With ``--device-fault`` the device
+does something wrong.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,85 +25,12 @@ import torch
 from kvconnect import cuda
 from kvconnect.copy import kernel_loading, kernels
 from tests.fakes import torch_streams
+from tests.fakes.deferred_device import DeferredDevice, Fault, Mark
+from tests.fakes.device_tensors import DEVICE, pretend_tensors
 from tests.fakes.stub_driver import StubDriver
 
-DEVICE, HOST = torch.device("cuda", 0), torch.device("cpu")
-_FACTORIES = (
-    *("empty", "zeros", "ones", "full", "randint", "randn", "tensor", "arange", "as_tensor"),
-    *("empty_like", "zeros_like", "full_like", "randperm"),
-)
-_DERIVING = ("clone", "contiguous", "index_select", "__or__", "eq", "roll", "add", "__getitem__")
-
-_base: Any = torch._C.TensorBase
-_kept: list[torch.Tensor] = []  # so that no other tensor takes their addresses
-_on_device: set[int] = set()
-_pinned: set[int] = set()
-_locked: dict[int, int] = {}  # page-locked ranges: address -> bytes
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return int(_base.untyped_storage(tensor).data_ptr())
-
-
-def _is_here(tensor: torch.Tensor) -> bool:
-    return _address(tensor) in _on_device
-
-
-def _noted(tensor: torch.Tensor, places: set[int]) -> torch.Tensor:
-    places.add(_address(tensor))
-    _kept.append(tensor)
-    return tensor
-
-
-def _asks(device: Any) -> bool:
-    """Return whether a tensor is asked for on the device."""
-    if device is None or isinstance(device, int):
-        return device is not None
-    return torch.device(device).type == "cuda"
-
-
-def _is_pinned(tensor: torch.Tensor, *_: object) -> bool:
-    at = _address(tensor)
-    return at in _pinned or any(start <= at < start + n for start, n in _locked.items())
-
-
-def _factory(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(make)
-    def made(*arguments: Any, device: Any = None, pin_memory: bool = False, **more: Any) -> Any:
-        tensor = make(*arguments, **more)
-        if _asks(device):
-            tensor = _noted(_base.clone(tensor), _on_device)
-        return _noted(tensor, _pinned) if pin_memory else tensor
-
-    return made
-
-
-def _deriving(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def derived(self: torch.Tensor, *arguments: Any, **more: Any) -> Any:
-        found = method(self, *arguments, **more)
-        sources = [self, *(one for one in arguments if isinstance(one, torch.Tensor))]
-        if isinstance(found, torch.Tensor) and any(map(_is_here, sources)):
-            _noted(found, _on_device)
-        return found
-
-    return derived
-
-
-def _moved(self: torch.Tensor, *arguments: Any, device: Any = None, **more: Any) -> Any:
-    """Stand in for ``Tensor.to``."""
-    more.pop("non_blocking", None)
-    if arguments and isinstance(arguments[0], torch.device | str):
-        device, *rest = arguments
-        arguments = tuple(rest)
-    found = _to(self, *arguments, **more) if arguments or more else self
-    if _asks(device) and not _is_here(found):
-        return _noted(_base.clone(found), _on_device)
-    return found
-
-
-_to = torch.Tensor.to
-
+CHILDREN = "KVCONNECT_TESTS_PRETEND"
+"""The variable of the environment that tells processes of tests to pretend, too."""
 
 _pools: dict[int, deque[int]] = {}  # by priority: torch hands out the same 32 in turns
 
@@ -114,8 +43,15 @@ def _of_pool(priority: int) -> int:
     return _pools[priority][-1]
 
 
+class _Current(threading.local):
+    """The device, and the current stream of each thread; handle 0 is the null stream."""
+
+    def __init__(self) -> None:
+        self.stream: Stream = ExternalStream(0)
+
+
 class Stream:
-    """A stream whose work is over when it is submitted."""
+    """``torch.cuda.Stream``."""
 
     device = DEVICE
     device_index, device_type = 0, 1
@@ -127,10 +63,14 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         event.wait(self)
 
-    def wait_stream(self, stream: Any) -> None: ...
-    def synchronize(self) -> None: ...
+    def wait_stream(self, stream: Stream) -> None:
+        _torch.device.follow(self.cuda_stream, _torch.device.record(stream.cuda_stream))
+
+    def synchronize(self) -> None:
+        _torch.device.wait_for_stream(self.cuda_stream)
+
     def query(self) -> bool:
-        return True
+        return _torch.device.is_idle(self.cuda_stream)
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -145,28 +85,82 @@ class ExternalStream(Stream):
 
 
 class Event:
-    """An event that the device has passed."""
+    """``torch.cuda.Event``."""
 
     device = DEVICE
 
-    def __init__(self, **_: object) -> None: ...
-    def record(self, _stream: Any = None) -> None: ...
-    def wait(self, _stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
+    def __init__(self, **_: object) -> None:
+        self._mark: Mark | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._mark = _torch.device.record((stream or _current.stream).cuda_stream)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if self._mark is not None:
+            _torch.device.follow((stream or _current.stream).cuda_stream, self._mark)
+
+    def synchronize(self) -> None:
+        if self._mark is not None:
+            _torch.device.wait([self._mark])
+
     def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _end: Event) -> float:
-        return 2.0
+        return self._mark is None or _torch.device.has_passed(self._mark)
 
 
-class _Current(threading.local):
-    """The current stream of each thread; handle 0 is the null stream."""
+class CUDAGraph:
+    """``torch.cuda.CUDAGraph``."""
 
-    stream: Stream = ExternalStream(0)
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
+
+    def replay(self) -> None:
+        _torch.device.replay(_current.stream.cuda_stream, self.notes)
+
+
+@contextlib.contextmanager
+def _graph(graph: CUDAGraph) -> Iterator[None]:
+    """Stand in for ``torch.cuda.graph``."""
+    device, stream = _torch.device, Stream()
+    device.wait_for_all()
+    graph.notes = device.capture(stream.cuda_stream)
+    try:
+        with _on_stream(stream):
+            yield
+    finally:
+        device.end_capture(stream.cuda_stream)
+
+
+class _Torch:
+    """What torch has one of: the device, and the driver below it."""
+
+    device: DeferredDevice
+    stub: StubDriver
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Launch work on the current stream, and take an error of the runtime for its own."""
+        status = self.stub.library.cudaGetLastError()
+        if status:
+            raise RuntimeError(f"CUDA error {status}")
+
+        def done() -> int:
+            work()
+            return 0
+
+        self.device.submit(_current.stream.cuda_stream, done)
+
+    def wait(self) -> None:
+        """Wait for the current stream."""
+        self.device.wait_for_stream(_current.stream.cuda_stream)
 
 
 _current = _Current()
+_torch = _Torch()
+
+
+def _register(address: int, nbytes: int, flags: int) -> int:
+    """Stand in for the runtime's ``cudaHostRegister``."""
+    register = _torch.stub.library.cudaHostRegister
+    return int(register(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), flags))
 
 
 def _change(stream: Stream) -> None:
@@ -185,16 +179,6 @@ def _on_stream(stream: Stream) -> Iterator[None]:
 
 def _patch_torch(patch: pytest.MonkeyPatch) -> None:
     """Replace what tests and product use of torch."""
-    patch.setattr(torch.Tensor, "device", property(lambda t: DEVICE if _is_here(t) else HOST))
-    patch.setattr(torch.Tensor, "is_cuda", property(_is_here))
-    for name in _FACTORIES:
-        patch.setattr(torch, name, _factory(getattr(torch, name)))
-    for name in _DERIVING:
-        patch.setattr(torch.Tensor, name, _deriving(getattr(torch.Tensor, name)))
-    patch.setattr(torch.Tensor, "to", _moved)
-    patch.setattr(torch.Tensor, "cpu", lambda self: _base.clone(self))
-    patch.setattr(torch.Tensor, "pin_memory", lambda self: _noted(_base.clone(self), _pinned))
-    patch.setattr(torch.Tensor, "is_pinned", _is_pinned)
     patch.setattr(torch.version, "cuda", "13.0")
     properties = SimpleNamespace(
         name="pretended", pci_domain_id=0, pci_bus_id=1, pci_device_id=0, multi_processor_count=132
@@ -205,43 +189,65 @@ def _patch_torch(patch: pytest.MonkeyPatch) -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda _: None,
-        "synchronize": lambda *_: None,
-        "_sleep": lambda _: None,
+        "synchronize": lambda *_: _torch.device.wait_for_all(),
+        "_sleep": lambda _: _torch.device.sleep(_current.stream.cuda_stream),
         "get_device_properties": lambda _: properties,
         "get_device_name": lambda *_: properties.name,
         "stream": _on_stream,
+        "graph": _graph,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=_register),
         "Stream": Stream,
         "ExternalStream": ExternalStream,
         "Event": Event,
+        "CUDAGraph": CUDAGraph,
     }.items():
         patch.setattr(torch.cuda, name, stands_in)
     torch_streams.stand_in(patch, lambda: _current.stream, _change)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    faults = [fault.value for fault in Fault]
+    parser.addoption("--device-fault", choices=faults, help="what the pretended device does wrong")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Pretend until pytest ends."""
     patch = pytest.MonkeyPatch()
     config.add_cleanup(patch.undo)
-    pretend(patch)
+    fault = config.getoption("--device-fault")
+    pretend(patch, Fault(fault) if fault else None)
+    patch.setenv(CHILDREN, "1")
 
 
-def pretend(patch: pytest.MonkeyPatch) -> None:
+def pretend_as_told() -> None:
+    """Pretend until the process ends, if the one that started it does."""
+    if CHILDREN in os.environ:
+        pretend(pytest.MonkeyPatch())
+
+
+def pretend(patch: pytest.MonkeyPatch, fault: Fault | None = None) -> None:
     """Pretend for as long as ``patch`` says."""
-    stub = StubDriver(patch)
+    device = DeferredDevice(fault)
+    stub = StubDriver(patch, device=device)
     stub.reach_everything()
     stub.run_kernels(list(kernels.KERNELS))
+    _torch.device, _torch.stub = device, stub
     patch.setattr(kernel_loading, "_from_binary", lambda *_: stub.kernels.__getitem__)
+    locked: dict[int, int] = {}  # page-locked ranges: address -> bytes
+    pretend_tensors(
+        patch, _torch, lambda at: any(start <= at < start + n for start, n in locked.items())
+    )
     _patch_torch(patch)
     cuda.CudaContext(0).enter()  # as torch does in the thread that uses it first
     lock, unlock = cuda.CudaContext.lock, cuda.CudaContext.unlock
 
     def noting(self: cuda.CudaContext, address: int, nbytes: int) -> None:
         lock(self, address, nbytes)
-        _locked[address] = nbytes
+        locked[address] = nbytes
 
     def forgetting(self: cuda.CudaContext, address: int) -> None:
         unlock(self, address)
-        del _locked[address]
+        del locked[address]
 
     patch.setattr(cuda.CudaContext, "lock", noting)
     patch.setattr(cuda.CudaContext, "unlock", forgetting)

@@ -20,6 +20,7 @@ from kvconnect.errors import TransferFailed
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.offload.messages import LoadBlocks, StoreBlocks
 from kvconnect.types import FailureCause
+from tests.fakes.pretended_cuda import pretend_as_told
 from tests.gpu.worker import DEVICE, DMA, Worker, layers, noise
 
 NOWHERE = 8
@@ -101,5 +102,6 @@ def copy_whether_locked_or_not(store: HostArena) -> bool:
 CASES = {case.__name__: case for case in (illegal_access, memlock_limit, locked_before)}
 
 if __name__ == "__main__":
+    pretend_as_told()
     CASES[sys.argv[1]]()
     sys.stdout.write(f"{sys.argv[1]} ended well\n")

@@ -2,6 +2,8 @@
  * arguments), where an argument is the address of its value, as cuLaunchKernel wants it. */
 #include "cuda_on_host.h"
 
+#include <csetjmp>
+#include <csignal>
 #include <cstring>
 
 #include "blocks.cu"
@@ -37,17 +39,28 @@ static void staged(void **a) {
            value<u32 *>(a, 7), value<u64 *>(a, 8), value<u8 *>(a, 9), value<i64>(a, 10));
 }
 
+static const struct {
+    const char *name;
+    int arguments;
+    void (*body)(void **);
+} kernels[] = {
+    {"gather_pages", 8, pages<gather_pages>},
+    {"scatter_pages", 8, pages<scatter_pages>},
+    {"pack_blocks", 9, blocks<pack_blocks>},
+    {"unpack_blocks", 9, blocks<unpack_blocks>},
+    {"hash_blocks", 9, hash},
+    {"gather_staged", 11, staged<const u8, gather_staged>},
+    {"scatter_staged", 11, staged<u8, scatter_staged>},
+};
+
+extern "C" int count_arguments(const char *name) {
+    for (const auto &kernel : kernels)
+        if (strcmp(kernel.name, name) == 0)
+            return kernel.arguments;
+    return -1;
+}
+
 extern "C" int run(const char *name, unsigned grid, unsigned threads, unsigned seed, void **a) {
-    struct {
-        const char *name;
-        void (*body)(void **);
-    } const kernels[] = {
-        {"gather_pages", pages<gather_pages>},   {"scatter_pages", pages<scatter_pages>},
-        {"pack_blocks", blocks<pack_blocks>},    {"unpack_blocks", blocks<unpack_blocks>},
-        {"hash_blocks", hash},
-        {"gather_staged", staged<const u8, gather_staged>},
-        {"scatter_staged", staged<u8, scatter_staged>},
-    };
     for (const auto &kernel : kernels)
         if (strcmp(kernel.name, name) == 0) {
             body = kernel.body;
@@ -56,4 +69,34 @@ extern "C" int run(const char *name, unsigned grid, unsigned threads, unsigned s
             return 0;
         }
     return 1;
+}
+
+/* As run(), of a device: an address that is not there, or not aligned to what it is read as, ends
+ * the kernel with the driver's error. */
+static sigjmp_buf before;
+static thread_local bool is_device;
+
+static void fault(int number) {
+    if (is_device)
+        siglongjmp(before, number);
+    signal(number, SIG_DFL);
+}
+
+extern "C" int run_on_device(const char *name, unsigned grid, unsigned threads, void **a) {
+    enum { ILLEGAL_ADDRESS = 700, MISALIGNED_ADDRESS = 716 };
+    const int numbers[] = {SIGSEGV, SIGBUS, SIGILL};
+    struct sigaction theirs[3], ours = {};
+    ours.sa_handler = fault;
+    ours.sa_flags = SA_NODEFER;
+    for (int i = 0; i < 3; i++)
+        sigaction(numbers[i], &ours, &theirs[i]);
+    is_device = true;
+    const int number = sigsetjmp(before, 1);
+    int status = number == SIGILL ? MISALIGNED_ADDRESS : ILLEGAL_ADDRESS;
+    if (!number)
+        status = run(name, grid, threads, 0, a);
+    is_device = false;
+    for (int i = 0; i < 3; i++)
+        sigaction(numbers[i], &theirs[i], nullptr);
+    return status;
 }
