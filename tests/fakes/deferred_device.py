@@ -33,8 +33,11 @@ class Fault(Enum):
     ONE_QUEUE = "one-queue"
     """All streams are one, so all work waits for all that was launched before."""
 
-    HEEDLESS_STREAMS = "heedless-streams"
-    """No stream waits for an event."""
+    HEEDLESS_MODEL = "heedless-model"
+    """The null stream, on which the tests' models run, waits for no event."""
+
+    HEEDLESS_COPIES = "heedless-copies"
+    """The other streams wait for no event."""
 
     HEEDLESS_THREADS = "heedless-threads"
     """No thread waits for an event or a stream."""
@@ -73,8 +76,8 @@ _Item = Work | Mark | _Gate | _Sleep
 
 
 class DeferredDevice:
-    """Any thread may call any method. A device that is ``lost`` refuses every call with that status,
-    and does nothing more."""
+    """Any thread may call any method. A device that is ``lost`` refuses what is launched and waited
+    for with that status, and does nothing more."""
 
     def __init__(self, fault: Fault | None = None) -> None:
         self.lost = 0
@@ -102,7 +105,7 @@ class DeferredDevice:
         """Make later work of a stream wait for a mark."""
         if stream in self._captured and mark not in self._captured[stream]:
             raise DeviceError(CAPTURE_ISOLATION)
-        if self._fault is not Fault.HEEDLESS_STREAMS:
+        if self._fault is not (Fault.HEEDLESS_COPIES if stream else Fault.HEEDLESS_MODEL):
             self._put(stream, _Gate(mark))
 
     def has_passed(self, mark: Mark) -> bool:
@@ -123,12 +126,12 @@ class DeferredDevice:
             calls, quiet, latest = self._calls, 0, time.monotonic() + LONGEST_S
             while not all(mark.passed_at is not None for mark in marks):
                 self._check()
-                if not self._changed.wait(ROUND_S):
-                    quiet = quiet + 1 if calls == self._calls else 0
-                    calls = self._calls
                 if quiet >= QUIET_ROUNDS or time.monotonic() >= latest:
                     self._wake([s for mark in marks for s in self._asleep_before(mark)])
                     quiet, latest = 0, time.monotonic() + LONGEST_S
+                elif not self._changed.wait(ROUND_S):
+                    quiet = quiet + 1 if calls == self._calls else 0
+                    calls = self._calls
             self._check()
 
     def wait_for_stream(self, stream: int) -> None:
@@ -140,6 +143,15 @@ class DeferredDevice:
         with self._changed:
             marks = [self.record(stream) for stream in [*self._queues]]
         self.wait(marks)
+
+    def clear(self) -> None:
+        """Drop all work: what it reads and writes may be gone."""
+        with self._changed:
+            for item in (item for queue in self._queues.values() for item in queue):
+                if isinstance(item, Mark):
+                    item.passed_at = time.perf_counter()
+            self._queues.clear()
+            self._changed.notify_all()
 
     def capture(self, stream: int) -> list[_Item]:
         """Let a stream's work be noted from now on, and not done; return the notes."""

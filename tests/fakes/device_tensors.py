@@ -50,7 +50,7 @@ class _Place:
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []  # so that nothing else takes their addresses
-        self.pinned: set[int] = set()  # storages
+        self.pinned: set[int] = set()  # addresses of storages
 
 
 _place = _Place()
@@ -68,7 +68,7 @@ class DeviceTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
-        by_numbers = name == "__getitem__" and any(_tensors(args[1:]))
+        by_numbers = name == "__getitem__" and next(_tensors(args[1:]), None) is not None
         if name in _PLACES and not by_numbers:
             return _on_device(_plainly(function, args, kwargs))
         if name == "clone":
@@ -97,7 +97,8 @@ def _on_device(found: Any) -> Any:
 
 
 def _allocated(tensor: torch.Tensor) -> torch.Tensor:
-    """Return new memory of the device. It is never freed: launches know it by address only."""
+    """Return new memory of the device, which is there until :func:`forget_tensors`: launches know
+    it by address only."""
     _place.kept.append(tensor)
     return _on_device(tensor)  # type: ignore[no-any-return]
 
@@ -183,9 +184,7 @@ def _pin(self: torch.Tensor) -> torch.Tensor:
     return _pinned(self.clone())
 
 
-def pretend_tensors(
-    patch: pytest.MonkeyPatch, queue: Queue, locked: Callable[[int], bool]
-) -> None:
+def pretend_tensors(patch: pytest.MonkeyPatch, queue: Queue, locked: Callable[[int], bool]) -> None:
     """Let tensors that are asked for on the device lie there. ``locked``: whether an address is
     page-locked."""
     _place.queue, _place.locked = queue, locked
@@ -195,3 +194,9 @@ def pretend_tensors(
     patch.setattr(torch.Tensor, "cpu", _to_host)
     patch.setattr(torch.Tensor, "pin_memory", _pin)
     patch.setattr(torch.Tensor, "is_pinned", _is_pinned)
+
+
+def forget_tensors() -> None:
+    """Free the memory that nobody holds, once no work is left in a queue."""
+    _place.kept.clear()
+    _place.pinned.clear()

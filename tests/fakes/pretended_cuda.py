@@ -16,6 +16,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +25,11 @@ import torch
 
 from kvconnect import cuda
 from kvconnect.copy import kernel_loading, kernels
+from kvconnect.transport.nixl.agent import NixlAgent
 from tests.fakes import torch_streams
 from tests.fakes.deferred_device import DeferredDevice, Fault, Mark
-from tests.fakes.device_tensors import DEVICE, pretend_tensors
+from tests.fakes.device_tensors import DEVICE, forget_tensors, pretend_tensors
+from tests.fakes.pretended_cupy import pretend_cupy
 from tests.fakes.stub_driver import StubDriver
 
 CHILDREN = "KVCONNECT_TESTS_PRETEND"
@@ -179,7 +182,8 @@ def _on_stream(stream: Stream) -> Iterator[None]:
 
 def _patch_torch(patch: pytest.MonkeyPatch) -> None:
     """Replace what tests and product use of torch."""
-    patch.setattr(torch.version, "cuda", "13.0")
+    # A torch for the CUDA version of the NIXL that is installed.
+    patch.setattr(torch.version, "cuda", "12.8" if find_spec("nixl_cu12") else "13.0")
     properties = SimpleNamespace(
         name="pretended", pci_domain_id=0, pci_bus_id=1, pci_device_id=0, multi_processor_count=132
     )
@@ -219,10 +223,28 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setenv(CHILDREN, "1")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Let no test find work that one before has left in a queue, nor its memory."""
+    _torch.device.clear()
+    forget_tensors()
+
+
 def pretend_as_told() -> None:
     """Pretend until the process ends, if the one that started it does."""
     if CHILDREN in os.environ:
         pretend(pytest.MonkeyPatch())
+
+
+def _load_kernels_from(patch: pytest.MonkeyPatch, stub: StubDriver) -> None:
+    """Let kernels load from a checkout whose fat binaries nobody has built."""
+    checkout, load = kernels.folder(), kernel_loading._from_binary
+
+    def found(context: cuda.CudaContext, family: str) -> Callable[[str], int] | None:
+        is_test = kernels.folder() != checkout
+        return load(context, family) if is_test else stub.kernels.__getitem__
+
+    patch.setattr(kernel_loading, "_from_binary", found)
 
 
 def pretend(patch: pytest.MonkeyPatch, fault: Fault | None = None) -> None:
@@ -232,7 +254,10 @@ def pretend(patch: pytest.MonkeyPatch, fault: Fault | None = None) -> None:
     stub.reach_everything()
     stub.run_kernels(list(kernels.KERNELS))
     _torch.device, _torch.stub = device, stub
-    patch.setattr(kernel_loading, "_from_binary", lambda *_: stub.kernels.__getitem__)
+    _load_kernels_from(patch, stub)
+    pretend_cupy(patch, stub.kernels)
+    # Its memory is the host's, for NIXL too.
+    patch.setattr(NixlAgent, "_kind", lambda self, _: (self._nixl.DRAM_SEG, 0))
     locked: dict[int, int] = {}  # page-locked ranges: address -> bytes
     pretend_tensors(
         patch, _torch, lambda at: any(start <= at < start + n for start, n in locked.items())

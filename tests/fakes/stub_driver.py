@@ -153,12 +153,10 @@ class StubDriver:
             kept_name = ctypes.c_char_p(name.encode())
             self._kept.append(kept_name)
             self.library.stub_kernel(number, kept_name)
-        by_handle = {number: name for number, name in enumerate(names, start=1)}
+        by_handle = dict(enumerate(names, start=1))
         library, one_at_a_time = host_library(), threading.Lock()  # threads share its fibers
 
-        def run(
-            handle: int, grid: int, threads: int, stream: int | None, arguments: Any
-        ) -> int:
+        def run(handle: int, grid: int, threads: int, stream: int | None, arguments: Any) -> int:
             name = by_handle[handle]
             self.launches.append(name)
             count = library.count_arguments(name.encode())
