@@ -129,6 +129,7 @@ KNOBS: dict[str, tuple[str, str]] = {
     "--unified": (_FLEET, "engines that prefill and decode"),
     "--pull": (_FLEET, "engines that push badly"),
     "--disaggregate": (_TUNING, "where a hand-off pays depends on engines, link and prompts"),
+    "--auto-roles": (_FLEET, "engines that can do both, and loads that change"),
     "--push-min-tokens": (_TUNING, "where pushing pays depends on engines and link"),
     "--continue": (_FLEET, "streams that survive engines, for the router's CPU time"),
     "--prefill-policy": (_TUNING, "cached prefixes against even load"),

@@ -28,8 +28,10 @@ from kvconnect.router.credentials import (
     read_api_keys,
     take_certificate,
 )
+from kvconnect.router.fleet.auto_roles import AutoRoles
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import Membership
+from kvconnect.router.fleet.role_switch import RoleSwitch
 from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
 from kvconnect.router.http.client_connections import ClientConnections
 from kvconnect.router.http.draining import DrainingPrefills
@@ -128,8 +130,12 @@ class RouterHandlers:
     async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
         """Run the background tasks while the application runs."""
         await self._membership.start()
+        roles = self._roles()
         yield
         logger.info("stopped")
+        if roles is not None:
+            roles.cancel()
+            await asyncio.gather(roles, return_exceptions=True)
         await self._membership.stop()
         await self._services.draining_prefills.close()
         self._services.intake.close()
@@ -137,6 +143,15 @@ class RouterHandlers:
         if self._services.relay is not None:
             self._services.relay.close()
         await asyncio.to_thread(self._services.spans.close)
+
+    def _roles(self) -> asyncio.Task[None] | None:
+        """Start to change roles as the load asks for it, where that is wanted."""
+        if not self._options.auto_roles:
+            return None
+        switch = RoleSwitch(self._membership, self._fleet)
+        drain_s = self._options.limits.drain_s
+        work = AutoRoles(self._fleet, switch, self._metrics, drain_s).run
+        return Supervisor(self._metrics.count).keep(TaskKind.ROLES, "the fleet", work)
 
     async def stopping(self, app: web.Application) -> None:  # noqa: ARG002
         """Say that no new request is taken."""

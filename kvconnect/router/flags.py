@@ -92,6 +92,7 @@ def options_of(arguments: argparse.Namespace) -> RouterOptions:
         intervals=Intervals(arguments.worker_load_check_interval, arguments.probe_interval),
         disaggregate=Disaggregate(arguments.disaggregate),
         continuations=vars(arguments)["continue"],
+        auto_roles=arguments.auto_roles,
     )
     later = bool(sources.file or sources.etcd or options.admin.token)
     for role, named in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
@@ -259,6 +260,8 @@ def _add_choices(parser: argparse._ArgumentGroup) -> None:
         "hand prompts off, have decode engines compute them, or take what is expected sooner for "
         "each (default: %(default)s)"
     )
+    text = "vLLM's engines change between prefill and decode as prompts wait"
+    add("--auto-roles", action="store_true", help=text)
     rules = [rule.value for rule in Disaggregate]
     add("--disaggregate", choices=rules, default=default.disaggregate.value, help=what)
     add(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
+from itertools import product
 from typing import Any, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -62,6 +63,14 @@ class ProbeOutcome(StrEnum):
     LATE = "late"
     REFUSED = "refused"  # 4xx, which shows nothing about KV: counts as passed
     VOID = "void"  # the router cannot open more connections
+
+
+class RoleChange(StrEnum):
+    """What became of a role that an engine was to change to by itself."""
+
+    MADE = "made"
+    REFUSED = "refused"  # it was not drained in time, or its probe failed
+    NONE = "none"  # no engine may change to it
 
 
 class InputKind(StrEnum):
@@ -264,11 +273,18 @@ def _create_series(families: Mapping[str, Any]) -> None:
     for name, values in closed.items():
         for value in values:
             families[name].labels(value.value if isinstance(value, Enum) else value)
-    for decision, because in HANDOFF_DECISIONS:
-        families["handoff_decisions"].labels(decision, because.value)
     for role in Role:
         families["imbalance"].labels(role.value).set(1)
         for why in RankingReason:
             families["picks"].labels(role.value, why.value)
         for cause in get_args(Cause):
             families["retries"].labels(role.value, cause)
+    _create_decisions(families)
+
+
+def _create_decisions(families: Mapping[str, Any]) -> None:
+    """Create the series of what the router decides about hand-offs and roles."""
+    for decision, reason in HANDOFF_DECISIONS:
+        families["handoff_decisions"].labels(decision, reason.value)
+    for role, change in product(Role, RoleChange):
+        families["role_changes"].labels(role.value, change.value)

@@ -271,6 +271,7 @@ class RouterOptions:
             fewest tokens.
         disaggregate: whether prompts are handed off, or decode engines compute them alone.
         continuations: how often another engine may continue a stream whose engine was lost.
+        auto_roles: engines that can do both change their roles as the load asks for it.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -290,6 +291,7 @@ class RouterOptions:
     intervals: Intervals = Intervals()
     disaggregate: Disaggregate = Disaggregate.ALWAYS
     continuations: int = 0
+    auto_roles: bool = False
 
     @property
     def rules(self) -> RoutingRules:
@@ -311,6 +313,8 @@ class RouterOptions:
         if self.handoff == "none" and self.disaggregate is not Disaggregate.ALWAYS:
             fix = "leave it out: with --unified, nothing is handed off"
             raise ConfigError("disaggregate", self.disaggregate.value, fix)
+        if self.handoff == "none" and self.auto_roles:
+            raise ConfigError("auto-roles", "on", "leave it out: with --unified, there is one role")
         if self.admin.tls and not self.listening.cert:
             raise ConfigError("admin-tls", "on", "name --tls-cert and --tls-key, too")
 

@@ -33,6 +33,7 @@ class TaskKind(StrEnum):
     CREDENTIALS = "credentials"  # reads changed files of keys, tokens and certificates again
     SOURCE = "source"  # follows a source of engines
     REMOVE = "remove"  # removes an engine after its last request
+    ROLES = "roles"  # changes roles as the load asks for it
     PREFILL = "prefill"  # a prefill request whose response is not needed any more
 
 

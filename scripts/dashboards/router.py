@@ -233,6 +233,12 @@ _MEMBERS = PanelRow(
                 ),
             ),
         ),
+        Panel(
+            "Engines that were to change their role",
+            "ops",
+            (Query(rate(router("role_changes_total"), "role, outcome"), "{{role}}: {{outcome}}"),),
+            about="As --auto-roles has it. Refused: not drained in time, or the probe failed.",
+        ),
     ),
 )
 

@@ -16,6 +16,8 @@ ROUTER_CATALOG: tuple[RouterMetric, ...] = (
     RouterMetric("handoff_decisions", "counter",
         "Prompts that were handed off, or left to the decode engine, by reason.",
         ("decision", "reason")),
+    RouterMetric("role_changes", "counter",
+        "Engines that were to change to a role because its prompts waited.", ("role", "outcome")),
     RouterMetric("retries", "counter", "Attempts after a failed one.", ("role", "cause")),
     RouterMetric("withheld_retries", "counter",
         "Requests that went to no further engine after one was lost.", ("reason",)),

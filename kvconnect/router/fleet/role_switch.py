@@ -50,6 +50,14 @@ class RoleSwitch:
         logger.info("engine %s serves as %s engine now", new.url, role.value)
         return new
 
+    def may(self, engine: Engine) -> bool:
+        """Return whether :meth:`switch` would try."""
+        try:
+            self._check(engine, Role.DECODE if engine.role is Role.PREFILL else Role.PREFILL)
+        except Refused:
+            return False
+        return True
+
     def _check(self, old: Engine, role: Role) -> None:
         """Refuse a switch that cannot succeed, before anything changes."""
         source = self._membership.source_of(old)

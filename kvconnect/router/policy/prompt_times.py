@@ -46,11 +46,14 @@ class PromptTimes(NamedTuple):
         arrival: from the end of prefill to the first token of a prompt that was handed off, by mode
             and the tokens that are moved. A mode that is missing is unknown.
         waiting_tokens: by rank, those of the router's prompts that the engine has not computed yet.
+        arrival_s: mean of the times from the end of prefill to the first token of all modes; None:
+            unknown.
     """
 
     compute: LinearTime | None = None
     arrival: Mapping[str, LinearTime] = MappingProxyType({})
     waiting_tokens: Mapping[int, int] = MappingProxyType({})
+    arrival_s: float | None = None
 
     def waiting(self, rank: int | None) -> int:
         """Return the tokens of a rank that are not computed yet."""
@@ -130,6 +133,7 @@ class PromptTimer:
         self._unseen: list[tuple[float, int]] = []  # when they are expected to be computed
         self._compute = TimeFit(by_length=True)
         self._arrival: dict[str, TimeFit] = {}
+        self._arrivals = TimeFit(by_length=False)  # of all modes, as if all had the same length
 
     def begin(self, rank: int | None, tokens: int, now: float, *, seen: bool) -> StartedPrompt:
         """Add a prompt that the engine is to compute. ``seen``: :meth:`end` will be called when it
@@ -156,12 +160,15 @@ class PromptTimer:
         """Take the seconds from the end of prefill to the first token."""
         fit = self._arrival.setdefault(mode, TimeFit(by_length=False))
         fit.add(tokens, seconds, now)
+        self._arrivals.add(0, seconds, now)
 
     def at(self, now: float) -> PromptTimes:
         """Return what is known."""
         self._expire(now)
+        every = self._arrivals.at(now)
         arrival = {mode: line for mode, fit in self._arrival.items() if (line := fit.at(now))}
-        return PromptTimes(self._compute.at(now), arrival, dict(self._waiting))
+        arrival_s = None if every is None else every.fixed_s
+        return PromptTimes(self._compute.at(now), arrival, dict(self._waiting), arrival_s)
 
     def _expire(self, now: float) -> None:
         while self._unseen and self._unseen[0][0] <= now:
