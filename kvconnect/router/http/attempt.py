@@ -60,7 +60,7 @@ class Attempt:
         on, if it is a stream that another engine may continue."""
         self._overhead = Overhead()
         self._began = time.monotonic()
-        self._prefilled_at: float | None = None
+        self._ready_at: float | None = None  # prefill has ended, and decode its earlier prompts
         self._services, self._spans, self._reply = services, spans, reply
         self._room = room
         self._streams_receipt = decision.streams_receipt
@@ -128,12 +128,12 @@ class Attempt:
             answer: bytes | None = None
             if call.streams:
                 await call.first_event()
-                self._prefilled_at = time.monotonic()
+                self._prefilled()
                 async for _ in call.chunks(None):
                     pass
             else:
                 answer = await call.read(self._room.take)
-                self._prefilled_at = time.monotonic()
+                self._prefilled()
                 if self._services.caches.indexes:
                     found = engine_bodies.cached_tokens_of(answer)
                     self._services.metrics.hit(chosen.hit, found)
@@ -179,6 +179,14 @@ class Attempt:
         several = reason is RoutingReason.MULTI
         return PromptWork.SEEN if self._streamed and not several else PromptWork.UNSEEN
 
+    def _prefilled(self) -> None:
+        """Note the end of prefill. The first token then waits for prompts that the decode engine
+        computes, which is no time of the hand-off."""
+        chosen, now = self.legs.choice.decode, time.monotonic()
+        times = self._services.fleet.get(Role.DECODE, chosen.target.engine).timer.at(now)
+        token_s = 0.0 if times.compute is None else times.compute.token_s
+        self._ready_at = now + token_s * times.waiting(chosen.target.rank)
+
     def _arrived(self, decode: Engine) -> None:
         """Measure how long the first token of a prompt that was handed off took after prefill."""
         choice, now = self.legs.choice, time.monotonic()
@@ -186,7 +194,7 @@ class Attempt:
             return
         expected = None if choice.handoff is None else choice.handoff.expected
         free_at = self._began + (0.0 if expected is None else expected.decode_free_s)
-        since = max(free_at, now if self._prefilled_at is None else self._prefilled_at)
+        since = max(free_at, now if self._ready_at is None else self._ready_at)
         decode.timer.arrived(choice.mode, choice.decode.tokens, now - since, now)
 
 
