@@ -262,16 +262,13 @@ class RouterOptions:
 
     Attributes:
         prefill, decode: engines of the command line.
-        handoff: "push" where the engines can; "pull": always ask the decode engine only after the
-            prefill engine has answered; "none": engines compute the prompts that they answer, and
-            all are of the decode role.
+        handoff: "push" where the engines can; "pull": decode is asked once prefill has answered;
+            "none": all are of the decode role and compute the prompts that they answer.
         push_min_tokens: prompts estimated to be shorter are pulled. Unit: tokens.
-        prefill_policy, decode_policy: how an engine and rank are chosen.
-        dp_minimum_tokens: under policies that ignore loads, use the chosen engine's rank with the
-            fewest tokens.
+        prefill_policy, decode_policy, dp_minimum_tokens: how an engine and rank are chosen.
         disaggregate: whether prompts are handed off, or decode engines compute them alone.
         continuations: how often another engine may continue a stream whose engine was lost.
-        auto_roles: engines that can do both change their roles as the load asks for it.
+        auto_roles: engines change their roles as the load asks for it.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -310,11 +307,10 @@ class RouterOptions:
         for flag, number in numbers.items():
             if number < 0:
                 raise ConfigError(flag, number, "use 0 or more")
-        if self.handoff == "none" and self.disaggregate is not Disaggregate.ALWAYS:
-            fix = "leave it out: with --unified, nothing is handed off"
-            raise ConfigError("disaggregate", self.disaggregate.value, fix)
-        if self.handoff == "none" and self.auto_roles:
-            raise ConfigError("auto-roles", "on", "leave it out: with --unified, there is one role")
+        decided = self.disaggregate is not Disaggregate.ALWAYS
+        if self.handoff == "none" and (decided or self.auto_roles):
+            flag = "disaggregate" if decided else "auto-roles"
+            raise ConfigError(flag, "on", "leave it out: with --unified, there is one role")
         if self.admin.tls and not self.listening.cert:
             raise ConfigError("admin-tls", "on", "name --tls-cert and --tls-key, too")
 
