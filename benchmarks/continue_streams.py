@@ -32,8 +32,9 @@ import uvloop
 
 from benchmarks import fake_engines
 from benchmarks.balance import process
-from benchmarks.common import emit, progress
+from benchmarks.common import emit, end_when_terminated, progress
 from benchmarks.router import EVERY_S, TOKENS, Variant, cpu_seconds, paced, wait_for
+from benchmarks.settings import chosen
 from tests.engines.models import prompt_tokens
 from tests.engines.server import Router, Server, StreamBroken, events, kv_transfer
 from tests.servers import free_port
@@ -174,7 +175,7 @@ def begun(streams: Sequence[Stream]) -> None:
 
 def losses() -> dict[str, float]:
     """Return the figures of streams whose engine is killed."""
-    role: dict[str, Any] = {"host_bytes": "off", "transport": "tcp"}
+    role = chosen("continue_streams", host_bytes="off")
     with ExitStack() as stack:
         progress(f"starting a prefill engine, {KILLS + 1} decode engines and a router")
         p = stack.enter_context(Server(MODEL, kv_transfer(role="kv_producer", **role), **SIZE))
@@ -226,6 +227,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=15.0, help="per variant of the router")
     parser.add_argument("--rate", type=float, default=200.0, help="streams per second")
     arguments = parser.parse_args()
+    end_when_terminated()
     figures = cost(arguments.seconds, arguments.rate) | losses()
     emit("continue_streams", figures)
     return int(bool(figures["wrong_streams"] or figures["broken_streams"]))

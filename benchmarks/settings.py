@@ -27,6 +27,7 @@ REASONS: dict[str, dict[str, str]] = {
         "digest": _PROOF,
     },
     "choosing": {"host_bytes": _SIZED},
+    "continue_streams": {"host_bytes": _ROLE},
     "disaggregate": {"host_bytes": _SIZED},
     "handoff": {"host_bytes": _ROLE, "transport": _COMPARED, "listen": _LINK, "key_file": _KEY},
     "hybrids": {

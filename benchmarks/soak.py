@@ -270,7 +270,7 @@ class RouterPart:
 
     async def _new(self, role: str) -> _Member:
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: FakeEngine(3, 0.0), "127.0.0.1", 0)
+        server = await loop.create_server(lambda: FakeEngine(3, None), "127.0.0.1", 0)
         socket = self._context.socket(zmq.PUB)
         socket.linger = 0
         socket.bind("tcp://127.0.0.1:0")

@@ -158,6 +158,7 @@ class Leases:
         self._offers: list[OfferBlocks] = []
         self._withdrawals: list[Withdraw] = []
         self._released: list[int] = []
+        self._starved = False  # the engine computes nothing, though requests wait
 
     def __len__(self) -> int:
         """How many leases are live."""
@@ -229,6 +230,15 @@ class Leases:
             self.granted += len(held)
         return held
 
+    def stepped(self, computes: bool) -> None:
+        """The engine has planned a step. If it ``computes`` nothing though prompts wait, it lacks
+        the blocks that leases hold. Leases that nobody reads are not renewed then: their readers
+        may wait for blocks of another hand-off, whose prompt waits here."""
+        waiting = self._requests.values()
+        self._starved = not computes and any(
+            not (lease.ended or lease.computed) for lease in waiting
+        )
+
     def preempted(self, req_id: str | None, now: float) -> None:
         """The engine preempted a request, since it is short of blocks. A complete lease stays, with
         the deadline of a finished request. An incomplete one ends; the request is an ordinary one.
@@ -288,7 +298,7 @@ class Leases:
             if lease.served:
                 self._withdraw(lease, Event.SERVED, now)
             else:
-                lease.extend(self._limits, now)
+                self._renew(lease, now)
 
     def tick(self, now: float) -> None:
         """Withdraw leases at the second tick past their deadline, so that notices which arrived
@@ -339,6 +349,10 @@ class Leases:
             ends = lease.deadline < math.inf or lease.withdrawal is not None
             if not ends and transfer not in alive:
                 raise Misuse(f"lease {transfer.hex()} has neither a deadline nor a live request")
+
+    def _renew(self, lease: _Lease, now: float) -> None:
+        if not (self._starved and lease.state is Lease.WAITING):
+            lease.extend(self._limits, now)
 
     def _withdraw(self, lease: _Lease, event: Event, now: float) -> None:
         """End a lease once; ``event`` is the reason."""

@@ -197,6 +197,7 @@ class DisaggregationScheduler:
         stands, self.stands = self.stands and not output.num_scheduled_tokens, False
         if not self.leases:
             return []
+        self.leases.stepped(stands or bool(output.num_scheduled_tokens))
         if stands:
             self.leases.preempted(None, now)
         for req_id in output.preempted_req_ids or ():

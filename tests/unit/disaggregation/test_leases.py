@@ -664,3 +664,28 @@ def test_a_hand_off_is_planned_once_and_check_sees_damage() -> None:
     with pytest.raises(Misuse, match="3 blocks are received into, 0 are held"):
         book.check()
     assert repr(book) == "<Receives 1 requests, 1 receives in flight>"
+
+
+@pytest.mark.parametrize(
+    ("waits", "computes", "read", "kept"),
+    [
+        (True, False, False, False),
+        (True, True, False, True),  # blocks come back by themselves
+        (False, False, False, True),  # nobody wants them here
+        (True, False, True, True),  # the reader gets pages
+    ],
+)
+def test_an_engine_without_blocks_renews_no_lease_that_nobody_reads(
+    waits: bool, computes: bool, read: bool, kept: bool
+) -> None:
+    """Its reader may wait for blocks of another hand-off, whose prompt waits for this lease's."""
+    book = served(leases())
+    if waits:
+        assert book.open("other", TransferId(b"o" * 16), 10, 1.0)
+    if read:
+        book.on_notice(TransferEvent(T, NoticeKind.JOINED, PAIR[0]), 1.5)
+    book.stepped(computes)
+    book.on_notice(TransferEvent(T, NoticeKind.RENEWED), 9.0)
+    book.tick(12.0)  # the lease was for 10 s from 1.0 on
+    book.tick(12.0)
+    assert (T not in [order.transfer for order in book.take()[1]]) is kept
