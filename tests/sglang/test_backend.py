@@ -181,6 +181,8 @@ def test_a_request_looks_up_a_server_to_which_a_connection_ended(
         addr_to_rooms_tracker=defaultdict(set),
         prefill_response_tracker={},
         request_status={},
+        failure_lock=threading.Lock(),
+        failure_records={},
         update_status=lambda *_: None,
     )
     lost = [Endpoint(0, 0, "127.0.0.1", port) for port in ended]

@@ -16,7 +16,11 @@ import torch
 from sglang.srt.disaggregation import decode as sglang_decode
 from sglang.srt.disaggregation import utils as sglang_utils
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVReceiver,
+    CommonKVSender,
+    KVTransferError,
+)
 from sglang.srt.disaggregation.decode import (
     DecodePreallocQueue,
     DecodeRequest,
@@ -227,6 +231,25 @@ def test_a_room_is_used_again_before_sglang_has_polled_its_first_request(
     first.clear()
     second.clear()
     assert freed == [3] and not prefill.request_status
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_sglang_notes_late_of_a_room_is_not_its_next_requests(
+    late: bool, closing: ExitStack
+) -> None:
+    """A thread of SGLang's own notes that a prefill server is gone, also of rooms that ended."""
+    _, source, decode, _ = pair(closing)
+    ended = receiver(decode, [source], ROOM)
+    ended.clear()
+    if late:
+        decode.failure_records[ROOM] = "the server is gone"
+    following = receiver(decode, [source], ROOM)
+    if not late:  # control: what is noted of the request itself is told
+        decode.failure_records[ROOM] = "the server is gone"
+    with pytest.raises(KVTransferError) as told:
+        following.failure_exception()
+    assert ("the server is gone" in str(told.value)) is not late
+    assert not decode.failure_records
 
 
 def test_a_receiver_that_knows_no_server_yet_cannot_be_asked_for_pages(closing: ExitStack) -> None:
