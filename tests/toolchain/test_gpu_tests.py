@@ -20,6 +20,8 @@ from tests.fakes.deferred_device import Fault
 from tests.gpu.pretended import FILES_LEFT_OUT, collected, not_run
 
 ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 800.0  # for bodies that take a minute on an idle machine
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 CONTEXT, COPY, EXECUTOR, STAGING, STREAMS = (
     f"test_{name}.py::test_"
@@ -66,7 +68,7 @@ def run(folder: Path, *arguments: str) -> dict[str, str]:
         *("-p", "no:cacheprovider", f"--junitxml={report}", "-o", "junit_family=xunit1"),
         *arguments,
     ]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=350)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert report.exists(), ended.stdout[-3000:] + ended.stderr[-3000:]
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
