@@ -298,15 +298,17 @@ class CudaCopier(Copier):
         for numbers, limit in zip(ids, self._limits(group), strict=True):
             run_addresses(_ZERO, _ZERO, numbers, limit)  # checks them
         first, end = (made.rows[run] for run in runs)
-        with self._driver.lend(_pairs(*ids)) as pairs:
+        block_ids, slots = ids
+        with self._driver.lend(_pairs(block_ids, slots)) as pairs:
             arguments = (
                 *(self._area, self._arena, made.table.data_ptr() + first * ROW * 8, end - first),
-                *(pairs, len(ids[0]), self._geometry.slot_bytes, made.lanes),
+                *(pairs, len(block_ids), self._geometry.slot_bytes, made.lanes),
             )
             self._driver.launch(_KERNELS[direction], self._choice.grid, THREADS, arguments)
 
     def _copy_batch(self, direction: Direction, group: int, ids: _Ids, runs: Runs) -> None:
-        made, some = self._groups[group], slice(*runs)
+        made, (first, end) = self._groups[group], runs
+        some = slice(first, end)
         num_blocks, num_slots = self._limits(group)
         pages = run_addresses(made.pages[some], made.strides[some], ids[0], num_blocks)
         held = run_addresses(made.held[some], made.slot_strides[some], ids[1], num_slots)

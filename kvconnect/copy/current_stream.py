@@ -21,12 +21,12 @@ def current_stream(device: int) -> int:
 def use_stream(stream: torch.cuda.Stream) -> Iterator[None]:
     """Make ``stream`` the calling thread's current one within the block. The thread's current
     device must be the stream's."""
-    before = torch._C._cuda_getCurrentStream(stream.device_index)
+    stream_id, device_index, device_type = torch._C._cuda_getCurrentStream(stream.device_index)
     _set(stream.stream_id, stream.device_index, stream.device_type)
     try:
         yield
     finally:
-        _set(*before)
+        _set(stream_id, device_index, device_type)
 
 
 def _set(stream_id: int, device_index: int, device_type: int) -> None:

@@ -312,8 +312,9 @@ def start_agent(
     transport = open_transport(settings, "handoff", port, path, memory)
     found = None
     if address:
-        found = transport.listen(*address)
-        logger.info("handing out KV blocks at %s:%d", *found)
+        host, wanted = address
+        found = transport.listen(host, wanted)
+        logger.info("handing out KV blocks at %s:%d", found[0], found[1])
     preference = PathPreference(path, settings.min_rate)
     sessions = HandoffSessions(
         cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference

@@ -167,7 +167,8 @@ class Dialler:
     def _dial(self, address: tuple[str, int], one: _Dialled, now: float) -> None:
         if one.peer is None and one.breaker.enter(now):
             one.began, one.answered, one.ended = now, False, False
-            one.peer = self._transport.connect(*address)
+            host, port = address
+            one.peer = self._transport.connect(host, port)
             self._addresses[one.peer] = address
 
     def _drop(self, address: tuple[str, int], why: str) -> None:

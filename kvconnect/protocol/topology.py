@@ -51,9 +51,10 @@ def serving_rank(head: int, reader: Rank, tp: int, kv_heads: int) -> int:
 
 def served_heads(reader: Rank, source: Rank, kv_heads: int) -> tuple[int, int]:
     """Return (first, end) of the heads that ``source`` serves to ``reader``; (0, 0) if none."""
-    needed = range(*head_range(reader.tp_rank, reader.tp, kv_heads))
+    first, end = head_range(reader.tp_rank, reader.tp, kv_heads)
     # Consecutive ones, because a later head is never served by an earlier rank.
-    served = [h for h in needed if serving_rank(h, reader, source.tp, kv_heads) == source.tp_rank]
+    ranks = ((head, serving_rank(head, reader, source.tp, kv_heads)) for head in range(first, end))
+    served = [head for head, rank in ranks if rank == source.tp_rank]
     return (served[0], served[-1] + 1) if served else (0, 0)
 
 
@@ -68,11 +69,10 @@ def sources_for(
     Raises:
         Refused: field ``kv_heads``, a group's heads cannot be shared evenly on one of the sides.
     """
-    tp_ranks = {
-        serving_rank(head, reader, tp, kv_heads)
-        for kv_heads in kv_heads_per_group
-        for head in range(*head_range(reader.tp_rank, reader.tp, kv_heads))
-    }
+    tp_ranks = set[int]()
+    for kv_heads in kv_heads_per_group:
+        first, end = head_range(reader.tp_rank, reader.tp, kv_heads)
+        tp_ranks |= {serving_rank(head, reader, tp, kv_heads) for head in range(first, end)}
     return [(pp_rank, tp_rank) for pp_rank in range(pp) for tp_rank in sorted(tp_ranks)]
 
 

@@ -260,10 +260,10 @@ def _add_choices(parser: argparse._ArgumentGroup) -> None:
         "hand prompts off, have decode engines compute them, or take what is expected sooner for "
         "each (default: %(default)s)"
     )
-    text = "vLLM's engines change between prefill and decode as prompts wait"
-    add("--auto-roles", action="store_true", help=text)
     rules = [rule.value for rule in Disaggregate]
     add("--disaggregate", choices=rules, default=default.disaggregate.value, help=what)
+    what = "vLLM's engines change between prefill and decode as prompts wait"
+    add("--auto-roles", action="store_true", help=what)
     add(
         "--push-min-tokens",
         type=int,

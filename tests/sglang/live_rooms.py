@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ def _manager(rank: Prefill | Decode, sends: bool) -> Any:
     made: Any = object.__new__(KVConnectManager)
     made.streams = SimpleNamespace(joined=nullcontext, forward=None, mark=lambda: None)
     made.agent, made.spans, made._sends = rank.agent, None, sends
-    made.claims = RoomClaims()
+    made.claims, made.failed_recomputes = RoomClaims(), deque()
     made.kv_args = SimpleNamespace(page_size=TOKENS, state_types=[])
     made.failure_lock, made.connection_lock = threading.Lock(), threading.Lock()
     made.failure_records, made.request_status = {}, {}

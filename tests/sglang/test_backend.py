@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +65,7 @@ def manager(**parts: Any) -> Any:
     made = object.__new__(KVConnectManager)
     made.streams, made.agent, made.spans = Streams(), Agent(), None  # type: ignore[assignment]
     made.kv_args, made.claims = SimpleNamespace(page_size=PAGE), RoomClaims()
+    made.failed_recomputes = deque()
     for name, part in parts.items():
         setattr(made, name, part)
     return made
@@ -181,8 +182,6 @@ def test_a_request_looks_up_a_server_to_which_a_connection_ended(
         addr_to_rooms_tracker=defaultdict(set),
         prefill_response_tracker={},
         request_status={},
-        failure_lock=threading.Lock(),
-        failure_records={},
         update_status=lambda *_: None,
     )
     lost = [Endpoint(0, 0, "127.0.0.1", port) for port in ended]

@@ -7,6 +7,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -234,21 +235,24 @@ def test_a_room_is_used_again_before_sglang_has_polled_its_first_request(
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_what_sglang_notes_late_of_a_room_is_not_its_next_requests(
+def test_a_prompt_that_is_not_computed_again_fails_its_request_and_no_other(
     late: bool, closing: ExitStack
 ) -> None:
-    """A thread of SGLang's own notes that a prefill server is gone, also of rooms that ended."""
+    """Prefill's answer comes to a thread of SGLang's, perhaps after the request has ended."""
     _, source, decode, _ = pair(closing)
-    ended = receiver(decode, [source], ROOM)
-    ended.clear()
+    asking = receiver(decode, [source], ROOM)
     if late:
-        decode.failure_records[ROOM] = "the server is gone"
-    following = receiver(decode, [source], ROOM)
-    if not late:  # control: what is noted of the request itself is told
-        decode.failure_records[ROOM] = "the server is gone"
-    with pytest.raises(KVTransferError) as told:
-        following.failure_exception()
-    assert ("the server is gone" in str(told.value)) is not late
+        asking.clear()
+        following = receiver(decode, [source], ROOM)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(decode._fail_prefill_recompute, asking, "prefill is busy").result()
+    assert not decode.failure_records  # that thread touches nothing
+    if late:
+        assert following.poll() != KVPoll.Failed and not decode.failure_records
+        return
+    assert asking.poll() == KVPoll.Failed
+    with pytest.raises(KVTransferError, match="prefill is busy"):
+        asking.failure_exception()
     assert not decode.failure_records
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from sglang.srt.disaggregation.base.conn import (
@@ -72,6 +73,13 @@ _SGLANG_ERRORS = (
 )
 
 
+class FailedRecompute(NamedTuple):
+    """A request of decode's whose prompt prefill did not compute again, and why."""
+
+    receiver: KVConnectReceiver
+    reason: str
+
+
 class KVConnectManager(CommonKVManager):
     """One rank's hand-offs. For the scheduler's thread; the agent has threads of its own.
 
@@ -103,6 +111,7 @@ class KVConnectManager(CommonKVManager):
         model = runtime_context.model(args, server_args, bool(is_mla_backend))
         self._sends = disaggregation_mode == DisaggregationMode.PREFILL
         self.claims = RoomClaims()
+        self.failed_recomputes: deque[FailedRecompute] = deque()
         address = _address(settings) if self._sends else None
         mixes = settings.mix_weights
         own = weights.identity(mixes=mixes)
@@ -154,6 +163,8 @@ class KVConnectManager(CommonKVManager):
         """Process the agent's events; takes a few hundred nanoseconds if there are none."""
         if self._sends:
             self.prefill_rooms.settle(False)
+        while self.failed_recomputes:
+            self._end_recompute(self.failed_recomputes.popleft())
         if not self.agent.has_news:
             return
         finished, notices = self.agent.poll()
@@ -256,6 +267,17 @@ class KVConnectManager(CommonKVManager):
         with self.failure_lock:
             why: str = self.failure_records.pop(room, "")
         return why
+
+    def _fail_prefill_recompute(self, kv_receiver: KVConnectReceiver, reason: str) -> None:
+        """Fail a request whose prompt prefill was to compute again. For a thread of SGLang's, which
+        may come after the request's end: the scheduler's thread does it."""
+        self.failed_recomputes.append(FailedRecompute(kv_receiver, reason))
+
+    def _end_recompute(self, failed: FailedRecompute) -> None:
+        room = failed.receiver.bootstrap_room
+        if failed.receiver.owns_room and self.request_status.get(room) != KVPoll.Success:
+            failed.receiver.abort()
+            self.record_failure(room, failed.reason)
 
 
 class KVConnectSender(RoomOwner, CommonKVSender):

@@ -82,10 +82,8 @@ class RoomOwner:
             spare: int = manager.claims.spare()
             return spare
         manager.claims.take(room, self)
-        # What the last owner left, if SGLang dropped it without a call, or noted from a thread of
-        # its own that its prefill server is gone.
+        # What the last owner left, if SGLang dropped it without a call.
         manager.request_status.pop(room, None)
-        manager.take_reason(room)
         self.owns_room = True
         return int(room)
 

@@ -22,7 +22,7 @@ from kvconnect.disaggregation.messages import (
 from kvconnect.disaggregation.receives import Receives, SettledReceive
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.adapters import Adapters
-from kvconnect.engines.vllm.messages import WorkerHello
+from kvconnect.engines.vllm.messages import WorkerHello, endpoints_of
 from kvconnect.engines.vllm.shares import ShareTickets
 from kvconnect.engines.vllm.states import asks_one_token, drop_last_token
 from kvconnect.engines.vllm.tickets import TicketIssuer
@@ -36,7 +36,7 @@ from kvconnect.protocol.handoff_request import (
 from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import Keys, NoLocalKey, read_key
-from kvconnect.types import NULL_BLOCK, Endpoint, Span, TransferId
+from kvconnect.types import NULL_BLOCK, Span, TransferId
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -127,11 +127,7 @@ class DisaggregationScheduler:
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], alone: bool) -> None:
         """Take the workers' addresses. ``alone``: this is the engine's only connector."""
         self.greeted, self.alone = True, alone
-        endpoints = tuple(
-            Endpoint(tp_rank, pp_rank, *hello.address)
-            for (pp_rank, tp_rank), hello in sorted(hellos.items())
-            if hello.address is not None
-        )
+        endpoints = endpoints_of({place: hello.address for place, hello in hellos.items()})
         self.tickets.source = replace(self.tickets.source, endpoints=endpoints)
         self.tickets.shares.greet(hellos, self.tickets.source)
         self._sends = self._sends and bool(endpoints)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from kvconnect.disaggregation.messages import (
 from kvconnect.offload.messages import JobReport, OffloadInstructions
 from kvconnect.protocol.identity import Identity
 from kvconnect.tiers.messages import TierAnswer, TierInstructions
+from kvconnect.types import Endpoint
 
 
 @dataclass
@@ -33,6 +35,17 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     receives: bool = False
     serves: tuple[str, int] | None = None
     identity: Identity = field(default_factory=Identity)
+
+
+def endpoints_of(
+    addresses: Mapping[tuple[int, int], tuple[str, int] | None],
+) -> tuple[Endpoint, ...]:
+    """Return the endpoints of workers, by (pp_rank, tp_rank), that have an address; in order."""
+    return tuple(
+        Endpoint(tp_rank, pp_rank, address[0], address[1])
+        for (pp_rank, tp_rank), address in sorted(addresses.items())
+        if address is not None
+    )
 
 
 class LookAtWeights(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvconnect.disaggregation.messages import PrefillSource
-from kvconnect.engines.vllm.messages import WorkerHello
+from kvconnect.engines.vllm.messages import WorkerHello, endpoints_of
 from kvconnect.errors import Refused
 from kvconnect.protocol.addresses import Addresses
 from kvconnect.protocol.cache_hints import IgnoredHint
@@ -44,11 +44,7 @@ class ShareTickets:
 
     def greet(self, hellos: Mapping[tuple[int, int], WorkerHello], engine: PrefillSource) -> None:
         """Take the addresses of the workers of ``engine``, which is this one."""
-        found = tuple(
-            Endpoint(tp_rank, pp_rank, *hello.serves)
-            for (pp_rank, tp_rank), hello in sorted(hellos.items())
-            if hello.serves is not None
-        )
+        found = endpoints_of({place: hello.serves for place, hello in hellos.items()})
         signs = bool(self._keys.current()[0]) and 0 < len(found) <= MOST_SHARING
         serves = signs and len(found) == len(hellos)
         self._own = replace(engine, endpoints=found) if serves else None

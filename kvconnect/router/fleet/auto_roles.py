@@ -52,7 +52,9 @@ class AutoRoles:
             await self._switch.switch(engine, self._drain_s)
         except Refused as error:
             logger.warning("%s keeps its role: %s", engine.url, error)
-            self._refused[role, engine.url] = time.monotonic() + REFUSED_S
+            now = time.monotonic()
+            self._refused = {key: until for key, until in self._refused.items() if until > now}
+            self._refused[role, engine.url] = now + REFUSED_S
             self._end(role, RoleChange.REFUSED)
         else:
             self._end(role, RoleChange.MADE)

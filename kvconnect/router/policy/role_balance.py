@@ -28,6 +28,9 @@ MOST_SUSTAINED_S = 3600.0
 """Limit of that time: loads change in the course of a day."""
 
 
+_MOST_BACK = 10  # so many times the factor is beyond that limit
+
+
 class RoleWait(NamedTuple):
     """Seconds that a role's prompts wait, and how many engines it has that are up. ``wait_s`` None:
     nothing was measured lately."""
@@ -56,7 +59,7 @@ class RoleBalance:
             self._needy, self._since = needy, now
         if needy is None or now - self._changed_at < PAUSE_S:
             return None
-        exponent = self._undone + (self._last not in (None, needy))
+        exponent = min(self._undone + (self._last not in (None, needy)), _MOST_BACK)
         sustained_s = min(SUSTAINED_S * BACK_FACTOR**exponent, MOST_SUSTAINED_S)
         return needy if now - self._since >= sustained_s else None
 
