@@ -8,6 +8,7 @@ if a prompt ends within a character.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,13 +43,13 @@ class TokenModel:
     Attributes:
         name: of the engine, part of its ids.
         tokens: what it says.
-        each: tokens in an event.
+        each: tokens in an event, or in one event after another, again and again.
         ids: it tells token ids to those who ask.
     """
 
     name: str = "a"
     tokens: list[bytes] = field(default_factory=lambda: list(TOKENS))
-    each: int = 1
+    each: int | Sequence[int] = 1
     ids: bool = True
 
     def events(self, body: dict[str, Any]) -> Iterator[bytes]:
@@ -102,11 +103,13 @@ class _Stream:
         most = self.body.get("max_tokens", None if self.chat else 16)
         end = len(tokens) if most is None else min(len(tokens), self.begun + most)
         sent, at = base, self.begun
+        each = self.model.each
+        sizes = itertools.cycle([each] if isinstance(each, int) else each)
         while at < end:
-            ids = []
+            ids, size = [], next(sizes)
             reason = stopped = None
             text = ""
-            while len(ids) < self.model.each and at < end and reason is None:
+            while len(ids) < size and at < end and reason is None:
                 ids.append(FIRST + at)
                 at += 1
                 text = before + LOST if self.lost else detokenized(tokens[:at])

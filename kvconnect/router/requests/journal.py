@@ -277,7 +277,8 @@ class StreamJournal:
             del self._places[int(self._places[0].sure)]
         while self._places and self.sent - self._places[0].chars > MOST_OVERLAP:
             del self._places[0]
-        begins = min(self._places[0].chars, self.sent) if self._places else self.sent
+        # From where the engine that continues the stream is, too: its text is still compared.
+        begins = min(self._at, self._places[0].chars if self._places else self.sent)
         self._text, self._text_at = self._text[begins - self._text_at :], begins
 
     def _part(self, text: str, ids: list[int] | None = None) -> EventPart:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import Raw
 
@@ -203,6 +203,24 @@ def test_events_of_several_tokens_go_on_where_a_character_ends(asking: bool) -> 
     assert body["max_tokens"] == ASK["max_tokens"] - begun
     stream.feed(list(TokenModel("b", tokens).events(body)))
     assert text_of(stream.got) == "ab\U0001f600c\U0001f600defg" and not stream.journal.broken
+
+
+SIZES = st.lists(st.integers(1, 3), min_size=1, max_size=7)
+
+
+@given(name=st.sampled_from(sorted(ASKED)), first=SIZES, then=SIZES, cut=st.integers(1, 30))
+@example(name="stops, with ids", first=[*[1] * 10, 2, *[1] * 20], then=[1], cut=13)
+def test_it_goes_on_however_many_tokens_an_event_has(
+    name: str, first: list[int], then: list[int], cut: int
+) -> None:
+    """Engines put tokens together for slow clients: then text is generated again, while more of it
+    is held back for stop strings."""
+    asked = ASKED[name]
+    stream = Continued(asked)
+    stream.feed(streamed(asked, TokenModel(each=first))[:cut])
+    stream.go_on(TokenModel("b", each=then))
+    whole = TokenModel().answer(asked)
+    assert text_of(stream.got) == text_of(whole)
 
 
 def test_doubts_are_bounded() -> None:
