@@ -21,6 +21,7 @@ import ctypes
 import gc
 import os
 import random
+import socket
 import tempfile
 import threading
 import time
@@ -38,7 +39,6 @@ from typing import Protocol
 import aiohttp
 import msgspec
 import zmq
-from aiohttp import web
 
 from benchmarks.common import emit, progress
 from benchmarks.fake_engines import MODEL
@@ -55,7 +55,8 @@ from kvconnect.offload.eviction import make_policy
 from kvconnect.offload.index import HostIndex
 from kvconnect.offload.messages import JobReport
 from kvconnect.offload.planner import LoadRequest, OffloadLimits, OffloadPlan
-from kvconnect.router.app import RouterHandlers, make_app
+from kvconnect.router import server
+from kvconnect.router.app import RouterApp
 from kvconnect.router.fleet import membership, watch
 from kvconnect.router.fleet.sources import file
 from kvconnect.router.options import Intervals, RouterOptions, Sources
@@ -218,7 +219,7 @@ class RouterPart:
         self._members: deque[_Member] = deque()
         self._ends = AsyncExitStack()
         self._context = zmq.Context()
-        self._edge: RouterHandlers
+        self._edge: RouterApp
         self._url = ""
 
     async def open(self) -> None:
@@ -231,14 +232,10 @@ class RouterPart:
             decode_policy=RankingPolicy.CACHE_AWARE,
             intervals=Intervals(0.05, 1.0),
         )
-        app = make_app(options)
-        self._edge = app.cleanup_ctx[0].__self__  # there may be others in this process
-        assert isinstance(self._edge, RouterHandlers)
-        runner = web.AppRunner(app, handler_cancellation=True)
-        await runner.setup()
-        self._ends.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        listener = socket.create_server(("127.0.0.1", 0))
+        self._url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        served = server.serving(options, listener, 1.0)
+        self._edge = await self._ends.enter_async_context(served)
         for history in [each for each in gc.get_objects() if type(each) is History]:
             history._most = 256  # or it takes half a million pieces of prompts to fill it
 

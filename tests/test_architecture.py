@@ -130,6 +130,7 @@ def test_a_module_has_one_topic_and_no_argument_is_packed() -> None:
 UNWATCHED = {
     "threads.py::Thread",  # supervises threads
     "router/supervisor.py::create_task",  # supervises tasks
+    "router/http/client_connection.py::create_task",  # looks at how they end, as the callback
     "router/http/attempt.py::create_task",  # these wait for the task where they start it
     "router/connections/pool.py::ensure_future",
     "router/fleet/handoff_probes.py::create_task",

@@ -1,4 +1,4 @@
-"""The router's HTTP application: routes, health and metrics."""
+"""The router as one thing: routes, health, metrics, and what runs beside its requests."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import itertools
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvconnect import memory, open_files
@@ -33,18 +32,20 @@ from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import Membership
 from kvconnect.router.fleet.role_switch import RoleSwitch
 from kvconnect.router.http.admission import Admission, BodyMemory, ClientConcurrency
-from kvconnect.router.http.client_connections import ClientConnections
+from kvconnect.router.http.client_connection import ClientConnections, Handler
+from kvconnect.router.http.connection_limits import ConnectionLimits
 from kvconnect.router.http.draining import DrainingPrefills
 from kvconnect.router.http.exchange import Exchange
+from kvconnect.router.http.http_request import HttpRequest
+from kvconnect.router.http.http_response import HttpResponse, error_response, json_response
 from kvconnect.router.http.request_reader import RequestReader
 from kvconnect.router.http.services import Services
-from kvconnect.router.http.tenants import Tenant, Tenants
+from kvconnect.router.http.tenants import Tenants
 from kvconnect.router.metrics import EngineLoads, RouterMetrics
 from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.requests.apis import APIS, Api
-from kvconnect.router.requests.errors import error_body
 from kvconnect.router.requests.retries import Retries
 from kvconnect.router.supervisor import Supervisor, TaskKind
 from kvconnect.router.tracing import RouterSpans
@@ -52,22 +53,8 @@ from kvconnect.router.tracing import RouterSpans
 logger = logging.getLogger(__name__)
 
 _PUBLIC_PATHS = ("/health", "/live", "/ready", "/metrics")
+_API_PATHS = frozenset(api.path for api in APIS)
 _SCRAPE_PAUSE = 9  # times as long as making the metrics took, until they are made again
-
-SERVER_OPTIONS: dict[str, Any] = {
-    "auto_decompress": False,
-    "handler_cancellation": True,
-    "max_line_size": 16 * 1024,
-    "max_field_size": 32 * 1024,
-    "max_headers": 64,
-}
-"""Server options: bodies are not decompressed; a client's disconnect cancels its handler; tokens
-with many groups and cookies make headers long."""
-
-CONNECTIONS = web.AppKey("connections", ClientConnections)
-_TENANT = web.RequestKey("tenant", Tenant)
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _FleetObserver:
@@ -84,10 +71,11 @@ class _FleetObserver:
             self._caches.forget(engine.role, engine.index, len(engine.loads.own))
 
 
-class RouterHandlers:
-    """HTTP handlers of one router. Event loop only. ``tls``: that of its listener."""
+class RouterApp:
+    """One router, but for its listener. Event loop only."""
 
-    def __init__(self, options: RouterOptions, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, options: RouterOptions, tls: ssl.SSLContext | None = None) -> None:
+        """``tls``: that of its listener."""
         self._options = options
         self._tls = tls
         self._metrics = RouterMetrics()
@@ -104,8 +92,6 @@ class RouterHandlers:
         limits = options.limits
         body_memory = _body_memory_bytes(limits.body_bytes)
         returns = partial(self._metrics.count, "relay_returns")
-        refused = partial(self._metrics.count, "refused_connections")
-        self.connections = ClientConnections(open_files.limit(), refused)
         self._tenants = Tenants(options.listening.api_keys, isolate=options.listening.isolate)
         self._admin_token = options.admin.token
         self._services = Services(
@@ -126,9 +112,64 @@ class RouterHandlers:
             self._membership.receipts,
             Retries(),
         )
+        self._routes = self._all_routes()
 
-    async def run(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
-        """Run the background tasks while the application runs."""
+    def connections(self, idle_s: float) -> ClientConnections:
+        """Return what the connections of its listener share. ``idle_s``: one without a complete
+        head for this time is closed."""
+        refused = partial(self._metrics.count, "refused_connections")
+        limits = ConnectionLimits(open_files.limit(), refused)
+        return ClientConnections(self.handle, limits, idle_s)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run all that the router does beside its requests within the block."""
+        async with AsyncExitStack() as ends:
+            parts = [self._running(), self._reading_again()]
+            if self._options.admin.token:
+                parts.append(self._administered())
+            if self._options.listening.metrics_port is not None:
+                parts.append(self._showing_metrics())
+            for part in parts:
+                await ends.enter_async_context(part)
+            yield
+
+    def _all_routes(self) -> dict[str, tuple[str, Handler]]:
+        routes: dict[str, tuple[str, Handler]] = {
+            "/v1/models": ("GET", self._models),
+            "/health": ("GET", self._health),
+            "/live": ("GET", self._live),
+            "/ready": ("GET", self._health),
+            **{api.path: (api.method, self._serving(api)) for api in APIS},
+        }
+        if self._options.listening.metrics_port is None:
+            routes["/metrics"] = ("GET", self._show_metrics)
+        return routes
+
+    async def handle(self, request: HttpRequest) -> HttpResponse | None:
+        """Answer a client's request; see :data:`Handler`. Public paths, and what browsers ask
+        beforehand, need no API key, if keys are set."""
+        headers, origins = request.headers, self._options.listening.allowed_origins
+        if origins:
+            request.more_headers = cross_origin.answer_headers(headers.get("origin", ""), origins)
+        request.tenant = self._tenants.find(_api_key(headers), request.remote)
+        asked_beforehand = cross_origin.is_preflight(request.method, headers)
+        if request.tenant is None and not (request.path in _PUBLIC_PATHS or asked_beforehand):
+            text = "send the header Authorization: Bearer <API key>, or x-api-key: <API key>"
+            return error_response(request.path, 401, text)
+        if origins and request.method == "OPTIONS":
+            return HttpResponse(204, headers=cross_origin.preflight_headers(headers, origins))
+        method, handler = self._routes.get(request.path, ("", None))
+        if handler is None:
+            return error_response(request.path, 404, "there is nothing at this path")
+        head_too = request.method == "HEAD" and request.path not in _API_PATHS
+        if request.method != method and not (method == "GET" and head_too):
+            text = f"this path takes {method}, not {request.method}"
+            return error_response(request.path, 405, text, {"Allow": method})
+        return await handler(request)
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
         await self._membership.start()
         roles = self._roles()
         yield
@@ -153,12 +194,9 @@ class RouterHandlers:
         work = AutoRoles(self._fleet, switch, self._metrics, drain_s).run
         return Supervisor(self._metrics.count).keep(TaskKind.ROLES, "the fleet", work)
 
-    async def stopping(self, app: web.Application) -> None:  # noqa: ARG002
-        """Say that no new request is taken."""
-        logger.info("stopping; open requests have %g s to end", self._options.limits.drain_s)
-
-    async def read_again(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
-        """Take changed keys, tokens and certificates while the application runs."""
+    @asynccontextmanager
+    async def _reading_again(self) -> AsyncIterator[None]:
+        """Take changed keys, tokens and certificates within the block."""
         at, token_file, watched = self._options.listening, self._options.admin.token_file, []
         if at.api_key_file:
             watched.append(WatchedFiles((at.api_key_file,), self._take_keys))
@@ -179,8 +217,9 @@ class RouterHandlers:
     def _take_token(self) -> None:
         self._admin_token = read_admin_token(self._options.admin.token_file)
 
-    async def administer(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
-        """Serve the admin API while the application runs."""
+    @asynccontextmanager
+    async def _administered(self) -> AsyncIterator[None]:
+        """Serve the admin API within the block."""
         admin, tls = self._options.admin, self._tls
         limits, indexes = self._options.limits, self._services.caches.indexes
         cache = CacheAdmin(self._fleet, self._client, self._tenants, limits.timeout_s, indexes)
@@ -191,40 +230,29 @@ class RouterHandlers:
         async with _at_own_address("admin API", made, admin.host, admin.port, tls):
             yield
 
-    async def serve_metrics(self, app: web.Application) -> AsyncIterator[None]:  # noqa: ARG002
-        """Serve the metrics at an address of their own while the application runs."""
+    @asynccontextmanager
+    async def _showing_metrics(self) -> AsyncIterator[None]:
+        """Serve the metrics at an address of their own within the block."""
         at, made = self._options.listening, web.Application()
         assert at.metrics_port is not None, "it has one"
-        made.router.add_get("/metrics", self.metrics)
+
+        async def metrics(request: web.Request) -> web.Response:  # noqa: ARG001
+            headers = {"Content-Type": CONTENT_TYPE_LATEST}
+            return web.Response(body=await self._metrics_text(), headers=headers)
+
+        made.router.add_get("/metrics", metrics)
         async with _at_own_address("metrics", made, at.metrics_host, at.metrics_port):
             yield
 
-    def authenticate(self) -> Middleware:
-        """Return what rejects requests without a known API key, if keys are set. Public paths, and
-        what browsers ask beforehand, need none."""
-
-        @web.middleware
-        async def known(request: web.Request, handler: _Handler) -> web.StreamResponse:
-            tenant = self._tenants.find(_api_key(request.headers), request.remote or "")
-            if tenant is not None:
-                request[_TENANT] = tenant
-            elif not (request.path in _PUBLIC_PATHS or cross_origin.is_preflight(request)):
-                text = "send the header Authorization: Bearer <API key>, or x-api-key: <API key>"
-                return error_response(request.path, 401, text)
-            return await handler(request)
-
-        return known
-
-    def serving(self, api: Api) -> _Handler:
+    def _serving(self, api: Api) -> Handler:
         """Return the handler of an API path that engines serve."""
 
-        async def serve(request: web.Request) -> web.StreamResponse:
-            tenant = request[_TENANT]
-            return await Exchange(self._services, request, api, tenant, next(self._turns)).serve()
+        async def serve(request: HttpRequest) -> HttpResponse | None:
+            return await Exchange(self._services, request, api, next(self._turns)).serve()
 
         return serve
 
-    async def models(self, request: web.Request) -> web.StreamResponse:
+    async def _models(self, request: HttpRequest) -> HttpResponse:
         """``/v1/models``: models that both a prefill and a decode engine serve now."""
         prefill, decode = (_models(self._fleet.all(role)) for role in Role)
         if not decode:
@@ -232,29 +260,34 @@ class RouterHandlers:
                 request.path, 503, "no decode engine that is up has listed its models yet"
             )
         served = [entry for name, entry in decode.items() if not prefill or name in prefill]
-        return web.json_response({"object": "list", "data": served})
+        return json_response({"object": "list", "data": served})
 
-    async def health(self, request: web.Request) -> web.StreamResponse:
+    async def _health(self, request: HttpRequest) -> HttpResponse:
         """200 while a prefill and a decode engine are up, else 503. Tells who needs no key, or has
         one, every engine's state, and why no two engines can hand over."""
         view = self._fleet.view()
         missing, usable = view.missing(), view.can_hand_over()
         status = "unavailable" if missing else "ok" if usable else "degraded"
         state: dict[str, Any] = {"status": status, "missing": [role.value for role in missing]}
-        if _TENANT in request:
+        if request.tenant is not None:
             for role in Role:
                 state[role.value] = {engine.url: engine.up for engine in self._fleet.all(role)}
             if not usable:
                 state["handoffs"] = self._fleet.failed_handoffs()
-        return web.json_response(state, status=503 if missing else 200)
+        return json_response(state, status=503 if missing else 200)
 
-    async def live(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
+    async def _live(self, request: HttpRequest) -> HttpResponse:  # noqa: ARG002
         """200 while the router runs, whatever its engines do."""
-        return web.json_response({"status": "ok"})
+        return json_response({"status": "ok"})
 
-    async def metrics(self, request: web.Request) -> web.StreamResponse:  # noqa: ARG002
-        """The router's metrics in Prometheus' text format. Whoever asks waits, so that making them
-        takes a tenth of the time at most, however many ask; all who wait get the same text."""
+    async def _show_metrics(self, request: HttpRequest) -> HttpResponse:  # noqa: ARG002
+        text = await self._metrics_text()
+        return HttpResponse(200, text, {"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _metrics_text(self) -> bytes:
+        """Return the router's metrics in Prometheus' text format. Whoever asks waits, so that
+        making them takes a tenth of the time at most, however many ask; all who wait get the same
+        text."""
         asked = time.monotonic()
         async with self._scraping:
             if self._scraped_at < asked:
@@ -265,33 +298,7 @@ class RouterHandlers:
                 self._scraped = await asyncio.to_thread(generate_latest, self._metrics.registry)
                 ended = time.monotonic()
                 self._scrape_again_at = ended + _SCRAPE_PAUSE * (ended - now)
-            body = self._scraped
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-def make_app(options: RouterOptions, tls: ssl.SSLContext | None = None) -> web.Application:
-    """Return the application. Serve it with :data:`SERVER_OPTIONS`, and with ``tls`` if any; have
-    its :data:`CONNECTIONS` watch the server."""
-    edge = RouterHandlers(options, tls)
-    app = web.Application(middlewares=[edge.authenticate(), _own_errors])
-    app[CONNECTIONS] = edge.connections
-    app.cleanup_ctx.extend((edge.run, edge.read_again))
-    app.on_shutdown.append(edge.stopping)
-    if options.admin.token:
-        app.cleanup_ctx.append(edge.administer)
-    for api in APIS:
-        app.router.add_route(api.method, api.path, edge.serving(api))
-    app.router.add_get("/v1/models", edge.models)
-    app.router.add_get("/health", edge.health)
-    app.router.add_get("/live", edge.live)
-    app.router.add_get("/ready", edge.health)
-    if options.listening.metrics_port is None:
-        app.router.add_get("/metrics", edge.metrics)
-    else:
-        app.cleanup_ctx.append(edge.serve_metrics)
-    if origins := options.listening.allowed_origins:
-        cross_origin.allow(app, origins)
-    return app
+            return self._scraped
 
 
 @asynccontextmanager
@@ -311,8 +318,8 @@ async def _at_own_address(
 
 def _api_key(headers: Mapping[str, str]) -> str:
     """Return the API key of a request, as clients of OpenAI's or Anthropic's API send it."""
-    scheme, _, key = headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else headers.get("X-Api-Key", "")
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _body_memory_bytes(largest: int) -> int:
@@ -327,19 +334,3 @@ def _models(engines: Iterable[Engine]) -> dict[str, Any]:
     """Return the models of all engines that are up: name -> entry of ``/v1/models``."""
     up = [each.info.models for each in engines if each.up]
     return {name: entry for models in up for name, entry in models.items()}
-
-
-def error_response(path: str, status: int, message: str) -> web.Response:
-    """Return an error in the format of the path's API."""
-    body = error_body(path, status, message)
-    return web.Response(status=status, body=body, content_type="application/json")
-
-
-@web.middleware
-async def _own_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as error:  # no such route or method, body too large
-        return error_response(request.path, error.status, error.reason)
-    except ConnectionResetError:  # the client disconnected before its body was complete
-        return error_response(request.path, 400, "the request body is incomplete")

@@ -1,46 +1,44 @@
-"""Pages of other origins (CORS): which of them may read the router's answers in a browser.
+"""Pages of other origins (CORS): which of them may read the router's answers in a browser. Pure.
 
 aiohttp-cors was looked at: it is set up route by route, and its refusals are plain text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from aiohttp import web
-
-_ASKED_METHOD, _ASKED_HEADERS = "Access-Control-Request-Method", "Access-Control-Request-Headers"
+_ASKED_METHOD, _ASKED_HEADERS = "access-control-request-method", "access-control-request-headers"
 _KEPT_S = "600"  # a browser may keep a permission this long
 
 
-def is_preflight(request: web.Request) -> bool:
-    """Return whether a browser asks what a page of another origin may send; it sends no key."""
-    return request.method == "OPTIONS" and _ASKED_METHOD in request.headers
+def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
+    """Return whether a browser asks what a page of another origin may send; it sends no key.
+    ``headers``: names in lower case."""
+    return method == "OPTIONS" and _ASKED_METHOD in headers
 
 
-def allow(app: web.Application, origins: Collection[str]) -> None:
-    """Have the answers of an application say that pages of these origins may read them."""
-
-    async def preflight(request: web.Request) -> web.Response:
-        answer = web.Response(status=204)
-        if _allowed(request, origins):
-            answer.headers["Access-Control-Allow-Methods"] = "GET, POST"
-            asked = request.headers.get(_ASKED_HEADERS, "")
-            answer.headers["Access-Control-Allow-Headers"] = asked or "Authorization, Content-Type"
-            answer.headers["Access-Control-Max-Age"] = _KEPT_S
-        return answer
-
-    async def say(request: web.Request, answer: web.StreamResponse) -> None:
-        if origin := _allowed(request, origins):
-            answer.headers["Access-Control-Allow-Origin"] = "*" if "*" in origins else origin
-            answer.headers["Access-Control-Expose-Headers"] = "*"
-            answer.headers["Vary"] = "Origin"
-
-    app.router.add_route("OPTIONS", "/{path:.*}", preflight)
-    app.on_response_prepare.append(say)
+def answer_headers(origin: str, origins: Collection[str]) -> dict[str, str]:
+    """Return the headers that let a page of an origin read any answer; none if it may not."""
+    if not _allowed(origin, origins):
+        return {}
+    return {
+        "Access-Control-Allow-Origin": "*" if "*" in origins else origin,
+        "Access-Control-Expose-Headers": "*",
+        "Vary": "Origin",
+    }
 
 
-def _allowed(request: web.Request, origins: Collection[str]) -> str:
-    """Return the origin of a request if it is allowed, else an empty text."""
-    origin = request.headers.get("Origin", "")
-    return origin if origin in origins or "*" in origins else ""
+def preflight_headers(headers: Mapping[str, str], origins: Collection[str]) -> dict[str, str]:
+    """Return what a browser is told that a page may send; nothing if it may send nothing."""
+    if not _allowed(headers.get("origin", ""), origins):
+        return {}
+    return {
+        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Headers": headers.get(_ASKED_HEADERS)
+        or "Authorization, Content-Type",
+        "Access-Control-Max-Age": _KEPT_S,
+    }
+
+
+def _allowed(origin: str, origins: Collection[str]) -> bool:
+    return bool(origin) and (origin in origins or "*" in origins)

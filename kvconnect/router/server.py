@@ -9,14 +9,15 @@ import logging
 import signal
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import uvloop
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import disable_created_metrics
 
 from kvconnect import open_files
-from kvconnect.router.app import CONNECTIONS, SERVER_OPTIONS, make_app
+from kvconnect.router.app import RouterApp
+from kvconnect.router.http.client_connection import ClientConnection
 from kvconnect.router.options import RouterOptions
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 _GC_THRESHOLD = 10_000  # new objects between two garbage collections
 _BACKLOG = 1024  # connections that wait to be accepted
 IDLE_S = 75.0  # an idle connection is closed after this time without a complete request head
-_SHOWN = 200  # characters of a client's input that are logged
 UNREAD_S = 60.0  # a connection is closed when the client reads nothing for this time
 
 
@@ -55,7 +55,6 @@ def serve(options: RouterOptions) -> None:
             text = "whoever reaches %s may use all engines: set --api-key-file, or --host 127.0.0.1"
             logger.warning(text, host)
         # A collection over all start-up objects would delay requests by milliseconds.
-        logging.getLogger("aiohttp.server").addFilter(_OneLineErrors())
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GC_THRESHOLD)
@@ -66,40 +65,34 @@ async def _serve_until_stopped(
     options: RouterOptions, listener: socket.socket, context: ssl.SSLContext | None
 ) -> None:
     """Serve clients until a signal comes, and then until open requests have ended."""
-    app = make_app(options, context)
-    runner = web.AppRunner(
-        app,
-        shutdown_timeout=options.limits.drain_s,
-        keepalive_timeout=IDLE_S,
-        access_log=None,
-        **SERVER_OPTIONS,
-    )
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    await runner.setup()
-    try:
-        assert runner.server is not None, "it is set up"
-        app[CONNECTIONS].watch(runner.server)
-        await web.SockSite(runner, listener, ssl_context=context, backlog=_BACKLOG).start()
+    async with serving(options, listener, options.limits.drain_s, context):
         await stop.wait()
-    finally:
-        await runner.cleanup()
 
 
-class _OneLineErrors(logging.Filter):
-    """Logs input that is not HTTP as one debug line, without a traceback."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record (called by ``logging``)."""
-        error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, HttpProcessingError):
-            record.exc_info = record.exc_text = None
-            record.levelno, record.levelname = logging.DEBUG, "DEBUG"
-            text = " ".join(str(error.message).split())[:_SHOWN]
-            record.msg, record.args = "not an HTTP request: %s", (text,)
-            return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-        return True
+@asynccontextmanager
+async def serving(
+    options: RouterOptions,
+    listener: socket.socket,
+    drain_s: float,
+    context: ssl.SSLContext | None = None,
+) -> AsyncIterator[RouterApp]:
+    """Run a router within the block, and then until open requests have ended: ``drain_s`` seconds
+    at most."""
+    router, loop = RouterApp(options, context), asyncio.get_running_loop()
+    async with router.running():
+        connections = router.connections(IDLE_S)
+        server = await loop.create_server(
+            lambda: ClientConnection(connections), sock=listener, ssl=context, backlog=_BACKLOG
+        )
+        try:
+            yield router
+        finally:
+            logger.info("stopping; open requests have %g s to end", drain_s)
+            server.close()
+            await connections.end(drain_s)
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING
-
-from aiohttp import web
+from typing import TYPE_CHECKING, Protocol
 
 from kvconnect.observability import tracing
 from kvconnect.router.fleet.engines import Engine
@@ -34,6 +32,15 @@ _NOT_FAILED = (
     RequestOutcome.CANCELLED,
 )
 _CALL_NOT_FAILED = (CallOutcome.OK, CallOutcome.REJECTED, CallOutcome.CANCELLED)
+
+
+class TracedRequest(Protocol):
+    """What is told of a client's request. ``headers``: names in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    secure: bool
 
 
 class CallSpan:
@@ -88,7 +95,7 @@ class RouterSpans:
     def __init__(self) -> None:
         self._tracer = tracing.of_environment("kvconnect-router")
 
-    def of(self, request: web.Request) -> RequestSpans:
+    def of(self, request: TracedRequest) -> RequestSpans:
         """Return the spans of one request."""
         return _NO_SPANS if self._tracer is None else _TracedRequestSpans(self._tracer, request)
 
@@ -99,14 +106,14 @@ class RouterSpans:
 
 
 class _TracedRequestSpans(RequestSpans):
-    def __init__(self, tracer: Tracer, request: web.Request) -> None:
+    def __init__(self, tracer: Tracer, request: TracedRequest) -> None:
         from kvconnect.observability.tracing import otel
 
         self._tracer, self._otel = tracer, otel
         self._since = time.time_ns()  # start of the next choice of engines
         self._path = request.path
         about = {"http.request.method": request.method, "http.route": self._path}
-        about |= {"url.path": self._path, "url.scheme": request.scheme}
+        about |= {"url.path": self._path, "url.scheme": "https" if request.secure else "http"}
         parent = tracer.continued(request.headers)
         name = f"{request.method} {self._path}"
         self._root = tracer.start(name, parent, otel.SERVER, self._since, about)

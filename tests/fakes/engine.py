@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -17,7 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvconnect.router.app import SERVER_OPTIONS, make_app
+from kvconnect.router import server
 from kvconnect.router.fleet import watch
 from kvconnect.router.options import (
     AdminAccess,
@@ -81,7 +82,7 @@ class FakeEngine:
         app.router.add_post("/v1/responses", self._complete)
         app.router.add_post("/v1/messages", self._complete)
         app.router.add_route("*", "/{path:.*}", self._other)
-        self._runner = web.AppRunner(app, **SERVER_OPTIONS, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls).start()
         self.port = self._runner.addresses[0][1]
@@ -272,13 +273,11 @@ async def bench(
         options = {"intervals": Intervals(probe_s=0), **options}
         limits = RouterLimits(**{k: options.pop(k) for k in LIMITS if k in options})
         named = (engine_specs("test", [e.named for e in engines]) for engines in (prefill, decode))
-        app = make_app(RouterOptions(*named, limits=limits, **options))
-        runner = web.AppRunner(app, **SERVER_OPTIONS, shutdown_timeout=0.1)
-        await runner.setup()
-        ends.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        listener = socket.create_server(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        made = RouterOptions(*named, limits=limits, **options)
+        await ends.enter_async_context(server.serving(made, listener, 0.1))
         client = await ends.enter_async_context(aiohttp.ClientSession())
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         router = Bench(url, client, (prefill, decode))
         await router.standing_tickets_are_held()
         yield router

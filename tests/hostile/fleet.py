@@ -21,10 +21,11 @@ UP_S = 120.0
 BEFORE = ""
 """Python that the router's process runs first: what takes a protection away, as a control."""
 _HASTE = (
-    "from kvconnect.router import app, server\n"
+    "from kvconnect.router import server\n"
+    "from kvconnect.router.http import client_connection\n"
     "from kvconnect.router.http import request_reader as reading\n"
     f"server.IDLE_S = reading.BODY_S = server.UNREAD_S = {HASTE_S}\n"
-    f"app.SERVER_OPTIONS['lingering_time'] = {HASTE_S}\n"
+    f"client_connection.LINGER_S = {HASTE_S}\n"
 )
 _RUN = "import sys; from kvconnect import cli; sys.exit(cli.main(sys.argv[1:]))"
 _TICKET = {"do_remote_prefill": True, "kvconnect_ticket": "t" * 20}

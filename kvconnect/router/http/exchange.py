@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from aiohttp import web
-
 from kvconnect.errors import KVConnectError, Refused
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.decision import ClientRequest, Decision
@@ -26,13 +24,15 @@ from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.http.admission import BodyAllocation, Busy
 from kvconnect.router.http.attempt import Answer, Attempt
 from kvconnect.router.http.engine_call import EngineCall, EngineFailed, EngineResponse, Rejected
+from kvconnect.router.http.http_request import HttpError, HttpRequest
+from kvconnect.router.http.http_response import HttpResponse
 from kvconnect.router.http.journaled_stream import JournaledStream, StreamCut
 from kvconnect.router.http.receipt_stream import ReceiptStream
 from kvconnect.router.http.renamed_stream import RenamedStream
 from kvconnect.router.http.reply import Reply
 from kvconnect.router.http.request_reader import ParsedRequest
+from kvconnect.router.http.response_writer import ResponseStream
 from kvconnect.router.http.services import Services
-from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.metrics import RequestOutcome
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason
 from kvconnect.router.policy.fleet_view import Role
@@ -47,7 +47,7 @@ from kvconnect.router.requests.retries import REFUSED_S, Withheld
 
 logger = logging.getLogger(__name__)
 
-_SESSION = "X-Session-Id"
+_SESSION = "x-session-id"
 _FORWARDED = ("X-Request-Id", "traceparent", "tracestate")
 _AUTHORIZATION, _PRIORITY = "Authorization", "X-Vllm-Priority"
 _DEADLY = (
@@ -60,13 +60,13 @@ _new_id = partial(secrets.token_hex, 16)
 class Exchange:
     """Serves one request in the request's own task. Event loop only."""
 
-    def __init__(
-        self, services: Services, request: web.Request, api: Api, tenant: Tenant, turn: int
-    ) -> None:
+    def __init__(self, services: Services, request: HttpRequest, api: Api, turn: int) -> None:
+        """``request``: of a known tenant."""
+        assert request.tenant is not None, "who asks is known"
         self._services = services
         self._request = request
         self._api = api
-        self._tenant = tenant
+        self._tenant = request.tenant
         named_events, hits = api.named_events, services.options.listening.hit_headers
         self._reply = Reply(
             request, named_events=named_events, show_hits=hits, relay=services.relay
@@ -80,8 +80,9 @@ class Exchange:
         self._journaled: JournaledStream | None = None
         self._unjournaled: AfterLoss | None = None  # why a stream is not, where others are
 
-    async def serve(self) -> web.StreamResponse:
-        """Answer the request. The client's disconnect cancels this and both requests to engines."""
+    async def serve(self) -> HttpResponse | None:
+        """Return the response; None: it has been sent. The client's disconnect cancels this and
+        both requests to engines."""
         timeout_s = self._services.options.limits.timeout_s
         try:
             async with self._deadline:
@@ -92,17 +93,15 @@ class Exchange:
             if self._reply.stream is None:
                 return self._reply.error(504, message)
             reason = None if self._journaled is None else AfterLoss.FAILED
-            return await self._break_off(message, RequestOutcome.TIMEOUT, reason)
-        except web.HTTPException:  # the body is encoded, too large, or too slow
-            self._outcome = RequestOutcome.REJECTED
-            raise
+            await self._break_off(message, RequestOutcome.TIMEOUT, reason)
+            return None
         finally:
             choice = self._reply.choice
             chosen = None if choice is None else (choice.mode, choice.reason)
             self._services.metrics.request(chosen, self._outcome)
             self._spans.end(self._outcome, self._reply.status, choice)
 
-    async def _answer(self) -> web.StreamResponse:
+    async def _answer(self) -> HttpResponse | None:
         try:
             client, services = self._tenant.name, self._services
             with (
@@ -122,18 +121,21 @@ class Exchange:
                     self._journal(request, room)
                     decision = Decision(request, services.rules, services.retries, _new_id)
                     return await self._attempts(decision, room)
-        except (Busy, Refused, Unserved, Rejected, EngineFailed) as error:
+        except (Busy, HttpError, Refused, Unserved, Rejected, EngineFailed) as error:
             if self._reply.stream is None:
                 return self._refusal(error)
             message = f"the decode engine was lost, and no other one went on: {error}"
-            return await self._break_off(message, RequestOutcome.BROKEN, AfterLoss.FAILED)
+            await self._break_off(message, RequestOutcome.BROKEN, AfterLoss.FAILED)
+            return None
 
-    def _refusal(self, error: KVConnectError) -> web.Response:
+    def _refusal(self, error: KVConnectError) -> HttpResponse:
         """Return the answer to a request that failed before its first byte."""
         self._outcome = RequestOutcome.REJECTED
         match error:
             case Busy():
                 return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
+            case HttpError():
+                return self._reply.error(error.status, str(error))
             case Refused():
                 return self._reply.error(400, str(error))
             case Unserved():
@@ -193,10 +195,11 @@ class Exchange:
             names.append(_AUTHORIZATION)
         if self._tenant.priority:
             names.append(_PRIORITY)
-        return {name: headers[name] for name in names if name in headers}
+        given = ((name, headers.get(name.lower())) for name in names)
+        return {name: value for name, value in given if value is not None}
 
-    async def _attempts(self, decision: Decision, room: BodyAllocation) -> web.StreamResponse:
-        """Try pairs of engines until one answers, and others that continue its answer.
+    async def _attempts(self, decision: Decision, room: BodyAllocation) -> HttpResponse | None:
+        """Try pairs of engines until one answers; return an answer that is still to be sent.
 
         Raises:
             Busy: there is no memory for the answer.
@@ -226,7 +229,8 @@ class Exchange:
                 services.caches.sent(choice.targets, self._prefix)
                 try:
                     with FreedFrames():
-                        return await self._attempt(decision, choice, room)
+                        await self._attempt(decision, choice, room)
+                        return None
                 except Rejected as error:
                     if not decision.rejected(view, choice, error.answer.status):
                         raise
@@ -241,25 +245,24 @@ class Exchange:
 
     async def _attempt(
         self, decision: Decision, choice: RoutingChoice, room: BodyAllocation
-    ) -> web.StreamResponse:
+    ) -> None:
         attempt = Attempt(
             self._services, self._spans, self._reply, decision, choice, room, self._journaled
         )
         try:
             async with attempt.answer() as answer:
+                response: HttpResponse | None = None
                 if answer.call.streams or not answer.call.ended:
-                    response = await self._stream(answer, choice.mode, decision)
+                    await self._stream(answer, choice.mode, decision)
                 else:
                     response = self._whole(answer, attempt)
                 attempt.completed = self._outcome in (RequestOutcome.OK, RequestOutcome.CONTINUED)
         except StreamCut as cut:
             if await self._goes_on(cut, decision, choice):
                 raise
-            assert self._reply.stream is not None, "it has been cut"
-            return self._reply.stream
-        if self._reply.stream is None:
+            return
+        if response is not None:
             await self._send(response)
-        return response
 
     def _try_again(self, error: EngineFailed, decision: Decision, choice: RoutingChoice) -> bool:
         """Note how an attempt failed; return whether another one follows."""
@@ -273,7 +276,7 @@ class Exchange:
             self._services.metrics.count("withheld_retries", retry.withheld.value)
         return retry.follows
 
-    def _whole(self, answer: Answer, attempt: Attempt) -> web.Response:
+    def _whole(self, answer: Answer, attempt: Attempt) -> HttpResponse:
         """Return an answer that is not a stream."""
         call, body = answer.call, answer.first
         self._outcome = RequestOutcome.OK
@@ -283,27 +286,26 @@ class Exchange:
             body = attempt.legs.client_ids.shown(body)
         return self._reply.whole(EngineResponse(200, call.content_type, body, call.headers))
 
-    async def _send(self, response: web.StreamResponse) -> None:
+    async def _send(self, response: HttpResponse) -> None:
         """Send a whole answer. Its memory is in the account until the client has read it, but for
         what the system has taken; the engines are free already."""
         self._no_deadline()
         with contextlib.suppress(ConnectionError):  # the client disconnected
-            await response.prepare(self._request)
-            await response.write_eof()
+            await self._request.writer.respond(self._request, response)
 
     def _no_deadline(self) -> None:
         """The rest may take as long as client and engine make progress."""
         if not self._deadline.expired():
             self._deadline.reschedule(None)
 
-    async def _stream(self, answer: Answer, mode: Mode, decision: Decision) -> web.StreamResponse:
+    async def _stream(self, answer: Answer, mode: Mode, decision: Decision) -> None:
         """Pass a stream, or a long answer, on as it arrives.
 
         Raises:
             StreamCut: its engine was lost, and it is journaled.
         """
         call, first, passing = answer
-        stream = await self._begun(call, mode)
+        stream = self._begun(call, mode)
         self._no_deadline()
         try:
             await passing.write(first)
@@ -319,7 +321,7 @@ class Exchange:
             elif isinstance(passing, RenamedStream):
                 await passing.end()
             _check(passing, call, ended=True)
-            await stream.write_eof()
+            await stream.end()
             going_on = self._journaled is not None and self._journaled.continued
             self._outcome = RequestOutcome.CONTINUED if going_on else RequestOutcome.OK
         except EngineFailed as error:
@@ -331,9 +333,8 @@ class Exchange:
             await self._break_off(str(error), RequestOutcome.BROKEN, reason)
         except ConnectionError:  # the client disconnected
             logger.debug("a client of %s left", self._request.path)
-        return stream
 
-    async def _begun(self, call: EngineCall, mode: Mode) -> web.StreamResponse:
+    def _begun(self, call: EngineCall, mode: Mode) -> ResponseStream:
         """Return the client's stream, which begins with the first engine's."""
         if self._reply.stream is not None:
             assert self._journaled is not None, "only such a stream has a further engine"
@@ -344,7 +345,7 @@ class Exchange:
         if call.streams:
             self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
         self._spans.first_byte()
-        return await self._reply.begin(call.content_type, call.headers)
+        return self._reply.begin(call.content_type, call.headers)
 
     async def _goes_on(
         self, error: EngineFailed, decision: Decision, choice: RoutingChoice
@@ -358,7 +359,7 @@ class Exchange:
             self._services.metrics.count("lost_streams", AfterLoss.CONTINUED.value)
             with contextlib.suppress(ConnectionError):
                 await self._reply.write(journaled.journal.ending())
-                await self._reply.stream.write_eof()
+                await self._reply.stream.end()
                 self._outcome = RequestOutcome.CONTINUED
             return False
         if not self._deadline.expired():
@@ -373,7 +374,7 @@ class Exchange:
 
     async def _break_off(
         self, message: str, outcome: RequestOutcome, reason: AfterLoss | None
-    ) -> web.StreamResponse:
+    ) -> None:
         """End the stream with an error event. ``reason``: why no other engine goes on, where that
         is counted."""
         assert self._reply.stream is not None, "it has begun"
@@ -381,7 +382,6 @@ class Exchange:
         if reason is not None:
             self._services.metrics.count("lost_streams", reason.value)
         await self._reply.break_off(message)
-        return self._reply.stream
 
 
 def _check(

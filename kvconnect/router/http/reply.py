@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from aiohttp import HttpVersion11, web
-
 from kvconnect.router.connections.relay import RelayedStream, Returned, StreamRelay
 from kvconnect.router.http.engine_call import EVENT_STREAM, EngineResponse
+from kvconnect.router.http.http_request import HttpRequest
+from kvconnect.router.http.http_response import HttpResponse
+from kvconnect.router.http.response_writer import ResponseStream
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.requests import engine_bodies
@@ -18,18 +19,12 @@ _EVENT_END = b"\n\n"
 _ERROR_EVENT_S = 1.0  # time to send the error event to a client that does not read
 
 
-class _Stream(web.StreamResponse):
-    """A stream whose head is sent with its first event."""
-
-    _send_headers_immediately = False
-
-
 class Reply:
     """The response to one request. Runs in the request's own task."""
 
     def __init__(
         self,
-        request: web.Request,
+        request: HttpRequest,
         *,
         named_events: bool,
         show_hits: bool,
@@ -40,45 +35,42 @@ class Reply:
         self._relay = relay
         self._named_events, self._show_hits = named_events, show_hits
         self.choice: RoutingChoice | None = None  # shown in the response's headers
-        self.stream: web.StreamResponse | None = None  # set once the stream has begun
+        self.stream: ResponseStream | None = None  # set once the stream has begun
         self.status = 0  # HTTP status, 0 before the response
         self._request = request
         self._tail = b""  # last bytes of the stream
 
-    def whole(self, answer: EngineResponse) -> web.Response:
+    def whole(self, answer: EngineResponse) -> HttpResponse:
         """Return an engine's response unchanged."""
         headers = {**self._headers(answer.content_type), **answer.headers}
         self.status = answer.status
-        return web.Response(status=answer.status, body=answer.body, headers=headers)
+        return HttpResponse(answer.status, answer.body, headers)
 
     def error(
         self, status: int, message: str, headers: Mapping[str, str] | None = None
-    ) -> web.Response:
+    ) -> HttpResponse:
         """Return an error response of the router."""
         body = error_body(self._request.path, status, message)
         return self.whole(EngineResponse(status, "application/json", body, headers or {}))
 
-    async def begin(self, content_type: str, headers: Mapping[str, str]) -> web.StreamResponse:
-        """Start a stream; ``headers``: those of the engine that the client gets, too.
-
-        Raises:
-            ConnectionError: the client has disconnected; also raised by :meth:`write`.
-        """
-        stream = _Stream(headers={**self._headers(content_type), **headers})
-        if self._request.version >= HttpVersion11:
-            stream.enable_chunked_encoding()
-        else:
-            stream.force_close()  # HTTP/1.0 marks the end of a stream by closing
-        await stream.prepare(self._request)
-        self.stream, self.status = stream, stream.status
-        return stream
+    def begin(self, content_type: str, headers: Mapping[str, str]) -> ResponseStream:
+        """Start a stream, whose head goes with its first chunk; ``headers``: those of the engine
+        that the client gets, too."""
+        head = {**self._headers(content_type), **headers}
+        self.stream = self._request.writer.begin(self._request, head)
+        self.status = self.stream.status
+        return self.stream
 
     async def write(self, chunk: bytes, *, last: bool = False) -> None:
         """Send a chunk of the stream, and its end with the last one; wait while the client does not
-        read."""
+        read.
+
+        Raises:
+            ConnectionError: the client has disconnected.
+        """
         assert self.stream is not None, "begin() comes first"
         self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
-        await (self.stream.write_eof(chunk) if last else self.stream.write(chunk))
+        await (self.stream.end(chunk) if last else self.stream.write(chunk))
 
     @property
     def ready(self) -> bool:
@@ -118,7 +110,7 @@ class Reply:
         """End the stream with an error event in the engines' format; what is no stream of events
         ends with the connection, so that nobody takes it for whole."""
         assert self.stream is not None, "begin() comes first"
-        if self.stream.content_type != EVENT_STREAM:
+        if not self.stream.content_type.startswith(EVENT_STREAM):
             self._abort()
             return
         begin = b"" if self._tail == _EVENT_END else _EVENT_END  # the last event may be incomplete
@@ -129,13 +121,12 @@ class Reply:
             self._abort()
 
     def _abort(self) -> None:
-        if self._request.transport is not None:
-            self._request.transport.abort()
+        self._request.writer.transport.abort()
 
     def _writable(self) -> asyncio.Transport | None:
         """Return the client's transport if chunks can be written to it without a wait."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+        transport = self._request.writer.transport
+        if transport.is_closing() or transport.get_write_buffer_size():
             return None
         assert self.stream is not None, "write() comes first"
         return transport if self.stream.chunked else None  # HTTP/1.1

@@ -9,11 +9,10 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from aiohttp import web
-
 from kvconnect.router.connections.pool import within
 from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.http.admission import BodyAllocation, Busy
+from kvconnect.router.http.http_request import HttpError, HttpRequest
 from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.requests import body as bodies
 from kvconnect.router.requests.apis import Api
@@ -46,19 +45,19 @@ class RequestReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(
-        self, request: web.Request, api: Api, tenant: Tenant, room: BodyAllocation
+        self, request: HttpRequest, api: Api, tenant: Tenant, room: BodyAllocation
     ) -> ParsedRequest:
         """Return the parsed request.
 
         Raises:
             Busy: there is no memory for the body.
             Refused: the body is not a JSON object.
-            web.HTTPException: the body is encoded, too large, or too slow.
+            HttpError: the body is encoded, too large, too slow, or no HTTP.
         """
         if api.method == "GET":
             return ParsedRequest({}, Prompt(), None)
         _refuse_encoded(request)
-        if (request.content_length or 0) > self._most:
+        if request.content_length > self._most:
             raise self._too_large()
         raw = await self._whole(request, room)
         if len(raw) < _LARGE:
@@ -76,7 +75,7 @@ class RequestReader:
         prefix = bodies.prefix_of(body) if self._prefix and not api.decode_only else None
         return ParsedRequest(body, bodies.prompt_of(body), prefix)
 
-    async def _whole(self, request: web.Request, room: BodyAllocation) -> bytearray:
+    async def _whole(self, request: HttpRequest, room: BodyAllocation) -> bytearray:
         reading = self._read(request, room)
         if request.content.is_eof():
             return await reading
@@ -84,7 +83,7 @@ class RequestReader:
             return await within(reading, BODY_S)
         except TimeoutError:
             late = f"the request body was not complete within {BODY_S:g} seconds"
-            raise web.HTTPRequestTimeout(reason=late) from None
+            raise HttpError(408, late) from None
         except asyncio.CancelledError:
             if not room.lost:
                 raise
@@ -92,11 +91,11 @@ class RequestReader:
                 "the request body arrived slowly, and other requests needed its memory", 1
             ) from None
 
-    async def _read(self, request: web.Request, room: BodyAllocation) -> bytearray:
+    async def _read(self, request: HttpRequest, room: BodyAllocation) -> bytearray:
         with FreedFrames():  # the connection keeps its error, and that the frames
             return await self._pieces(request, room)
 
-    async def _pieces(self, request: web.Request, room: BodyAllocation) -> bytearray:
+    async def _pieces(self, request: HttpRequest, room: BodyAllocation) -> bytearray:
         body = bytearray()
         with room.arriving(asyncio.current_task()):
             while piece := await request.content.readany():
@@ -106,15 +105,12 @@ class RequestReader:
                     raise self._too_large()
         return body
 
-    def _too_large(self) -> web.HTTPException:
-        error = web.HTTPRequestEntityTooLarge(self._most)
+    def _too_large(self) -> HttpError:
         limit = f"{self._most / 2**20:g} MiB, what --max-body of the router allows"
-        error.set_status(413, f"the request body has more than {limit}")
-        return error
+        return HttpError(413, f"the request body has more than {limit}")
 
 
-def _refuse_encoded(request: web.Request) -> None:
+def _refuse_encoded(request: HttpRequest) -> None:
     """Refuse an encoded body, which could expand a thousandfold."""
-    named = request.headers.getall("Content-Encoding", ())
-    if any(each.lower() != "identity" for each in named):
-        raise web.HTTPUnsupportedMediaType(reason="send the body without Content-Encoding")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise HttpError(415, "send the body without Content-Encoding")

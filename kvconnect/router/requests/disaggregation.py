@@ -12,12 +12,12 @@ _SHOWN = 64  # characters of a wrong value that an error repeats
 
 
 def asked_disaggregation(headers: Mapping[str, str]) -> Disaggregate | None:
-    """Return what the header asks for; None without one.
+    """Return what the header asks for; None without one. ``headers``: names in lower case.
 
     Raises:
         Refused: it has another value.
     """
-    asked = headers.get(HEADER)
+    asked = headers.get(HEADER.lower())
     if asked is None:
         return None
     try:

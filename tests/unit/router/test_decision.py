@@ -81,7 +81,7 @@ def test_it_is_decided_without_an_http_library() -> None:
 
     assert imported("decision").returncode == 0
     # Control: a module of the HTTP server needs them.
-    assert b"aiohttp" in imported("http.exchange").stderr
+    assert b"httptools" in imported("http.exchange").stderr
 
 
 def test_push_asks_both_engines_for_one_transfer() -> None:

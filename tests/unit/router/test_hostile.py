@@ -76,7 +76,9 @@ def test_control_an_answer_of_another_or_half_of_one_is_seen(
 
 
 def test_control_a_bomb_that_is_taken_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = "from kvconnect.router import app; app.SERVER_OPTIONS['auto_decompress'] = True; "
+    before = "import gzip; from kvconnect.router.requests import body; read = body.read_body; "
+    before += "unpack = lambda raw: gzip.decompress(raw) if raw[:1] == b'\\x1f' else raw; "
+    before += "body.read_body = lambda raw: read(unpack(raw)); "
     before += "from kvconnect.router.http import request_reader as reading; "
     before += "reading._refuse_encoded = lambda request: None"
     monkeypatch.setattr(fleet, "BEFORE", before)

@@ -5,15 +5,10 @@ With TLS, a connection counts from the end of its handshake on. Event loop only.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-
-from aiohttp import web
-
-from kvconnect.router.http.tenants import network_of
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +17,13 @@ _ADDRESS_SHARE = 0.75  # of the clients' files
 _LEAST = 8
 _WARN_S = 60.0
 _WHY = b"too many connections are open"
-_BUSY = (
+BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Type: text/plain\r\nContent-Length: %d\r\n\r\n%b" % (len(_WHY), _WHY)
 )
 
 
-class ClientConnections:
+class ConnectionLimits:
     """Limits the open connections of all clients together, and of each network address."""
 
     def __init__(self, files: int, refused: Callable[[str], None]) -> None:
@@ -40,25 +35,6 @@ class ClientConnections:
         self._address_of: dict[object, str] = {}
         self._of_address: Counter[str] = Counter()
         self._warn_at = 0.0
-
-    def watch(self, server: web.Server) -> None:
-        """Count the connections of a server; those over the limit get 503."""
-        made, lost = server.connection_made, server.connection_lost
-
-        def connection_made(handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-            made(handler, transport)
-            peer = transport.get_extra_info("peername") or ("",)
-            if not self.opened(handler, network_of(peer[0])):
-                transport.write(_BUSY)
-                transport.close()
-
-        def connection_lost(handler: web.RequestHandler, error: BaseException | None) -> None:
-            self.closed(handler)
-            lost(handler, error)
-
-        # Its handlers call these, and it has no hook for others.
-        server.connection_made = connection_made  # type: ignore[method-assign]
-        server.connection_lost = connection_lost  # type: ignore[method-assign,assignment]
 
     def opened(self, connection: object, address: str) -> bool:
         """Count a connection; return False for one too many."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.router.http.client_connections import ClientConnections
+from kvconnect.router.http.connection_limits import ConnectionLimits
 from tests.fakes.engine import on_loop, until
 from tests.fakes.router_process import HEAD, Running, running
 
@@ -21,7 +21,7 @@ FILES = 120  # of the router's process: 90 for clients, 67 of them for one addre
 OF_ADDRESS = 67
 FEW_FILES = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES})); "
 NO_LIMIT = (
-    "from kvconnect.router.http.client_connections import ClientConnections as C; "
+    "from kvconnect.router.http.connection_limits import ConnectionLimits as C; "
     "C.opened = lambda self, connection, address: True; "
 )
 MALLORY, ALICE = "127.0.0.1", "127.0.0.2"
@@ -91,7 +91,7 @@ async def test_control_without_the_limit_others_are_kept_out(tmp_path: Path) -> 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=80))
 def test_connections_are_counted_in_and_out(steps: list[tuple[str, bool]]) -> None:
     refused: list[str] = []
-    limit = ClientConnections(32, refused.append)
+    limit = ConnectionLimits(32, refused.append)
     inside: dict[object, str] = {}
     for address, opens in steps:
         mine = [each for each, of in inside.items() if of == address]
@@ -114,5 +114,5 @@ def test_connections_are_counted_in_and_out(steps: list[tuple[str, bool]]) -> No
 
 @pytest.mark.parametrize(("files", "most", "of_address"), [(1024, 768, 576), (4, 8, 8)])
 def test_shares_of_the_files(files: int, most: int, of_address: int) -> None:
-    limit = ClientConnections(files, lambda _: None)
+    limit = ConnectionLimits(files, lambda _: None)
     assert (limit.most, limit.most_of_address) == (most, of_address)

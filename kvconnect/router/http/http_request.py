@@ -1,0 +1,145 @@
+"""A client's request as it arrives. Event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from kvconnect.errors import KVConnectError
+
+if TYPE_CHECKING:
+    from kvconnect.router.http.response_writer import ResponseWriter
+    from kvconnect.router.http.tenants import Tenant
+
+HELD_BYTES = 64 * 1024
+"""Received bytes of a body that nobody has read, from which on no more are received."""
+
+
+class HttpError(KVConnectError):
+    """The router refuses a request. ``status``: of its answer, whose message says what to do."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class RequestContent:
+    """The body of a request.
+
+    Attributes:
+        complete: all of it has been received.
+        held: bytes that were received and not read.
+    """
+
+    def __init__(self, wanted: Callable[[], None]) -> None:
+        """``wanted``: is called when more is to be received."""
+        self.complete = False
+        self.held = 0
+        self._wanted = wanted
+        self._pieces: list[bytes] = []
+        self._broken = ""
+        self._discarded = False
+        self._waiting: asyncio.Future[None] | None = None
+
+    def is_eof(self) -> bool:
+        """Return whether reading the rest needs no wait."""
+        return self.complete
+
+    async def readany(self) -> bytes:
+        """Return what has been received, at least one byte; empty at the end.
+
+        Raises:
+            HttpError: the rest is not HTTP.
+        """
+        while not self._pieces:
+            if self._broken:
+                raise HttpError(400, self._broken)
+            if self.complete:
+                return b""
+            self._wanted()
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        pieces, self._pieces, self.held = self._pieces, [], 0
+        if not self.complete:
+            self._wanted()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def feed(self, piece: bytes) -> None:
+        """Take a piece that was received."""
+        if not self._discarded:
+            self._pieces.append(piece)
+            self.held += len(piece)
+            self._wake()
+
+    def end(self) -> None:
+        """Note that all has been received."""
+        self.complete = True
+        self._wake()
+
+    def fail(self, why: str) -> None:
+        """Note that the rest cannot be read."""
+        self._broken = why
+        self._wake()
+
+    def discard(self) -> None:
+        """Forget what was received, and what follows."""
+        self._discarded = True
+        self._pieces, self.held = [], 0
+        self._wanted()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+class HttpRequest:
+    """One request: its head, and what has come of its body.
+
+    Attributes:
+        path: without query; as it was sent, so nothing is decoded.
+        headers: names in lower case; values of one that came several times are joined by commas.
+        old: HTTP/1.0.
+        keep_alive: the connection may be used again after the answer.
+        remote: the client's address.
+        secure: it came through TLS.
+        more_headers: of the answer, whatever it is.
+        tenant: who asks; None until known.
+        writer: sends the answer.
+    """
+
+    __slots__ = (
+        *("content", "headers", "keep_alive", "method", "more_headers", "old", "path"),
+        *("remote", "secure", "tenant", "writer"),
+    )
+
+    def __init__(
+        self, method: str, target: str, headers: Mapping[str, str], content: RequestContent
+    ) -> None:
+        self.method = method
+        self.path = target.partition("?")[0] if target.startswith("/") else _path_of(target)
+        self.headers = headers
+        self.content = content
+        self.writer: ResponseWriter
+        self.old = False
+        self.keep_alive = True
+        self.remote, self.secure = "", False
+        self.more_headers: dict[str, str] = {}
+        self.tenant: Tenant | None = None
+
+    @property
+    def content_length(self) -> int:
+        """What the request says of its body's length; 0: nothing."""
+        return int(self.headers.get("content-length") or 0)
+
+
+def _path_of(target: str) -> str:
+    """Return the path of a target in absolute form, as proxies get it."""
+    try:
+        return urlsplit(target).path
+    except ValueError:
+        return target
