@@ -139,6 +139,7 @@ KNOBS: dict[str, tuple[str, str]] = {
     "--probe-interval": (_FLEET, "how soon a broken pair is found, for how many probes"),
     "--timeout": (_FLEET, "long answers"),
     "--silence-timeout": (_FLEET, "long prompts"),
+    "--comment-after": (_FLEET, "proxies that end silent streams, for errors by status"),
     "--queue-timeout": (_FLEET, "how long a client waits"),
     "--drain-timeout": (_FLEET, "the grace period of what stops the router"),
     "--max-concurrent": (_FLEET, "engines' memory"),

@@ -82,6 +82,7 @@ def options_of(arguments: argparse.Namespace) -> RouterOptions:
             arguments.drain_timeout,
             arguments.client_concurrent,
             arguments.max_body,
+            arguments.comment_after,
         ),
         sources=sources,
         admin=_admin_of(arguments),
@@ -323,6 +324,10 @@ def _add_limits(parser: argparse._ArgumentGroup) -> None:
     ):
         text = f"{text} (default: %(default)s)"
         parser.add_argument(f"--{flag}", type=int, default=number, metavar="N", help=text)
+    text = "seconds without data after which a stream gets a comment, 0: never (default: 0)"
+    parser.add_argument(
+        "--comment-after", type=float, default=default.comment_s, metavar="S", help=text
+    )
     text = "MiB that a request's body may have (default: %(default)s)"
     parser.add_argument(
         "--max-body", type=float, default=default.body_mib, metavar="MIB", help=text

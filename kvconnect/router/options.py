@@ -78,6 +78,7 @@ class RouterLimits:
         drain_s: seconds that open requests have to end when the router is told to stop.
         client_concurrent: open requests of one client; 0: any number.
         body_mib: size of a request's body. Unit: MiB.
+        comment_s: seconds without data after which a stream gets a comment; 0: never.
 
     Raises:
         ConfigError: names the flag, its value and the fix.
@@ -91,6 +92,7 @@ class RouterLimits:
     drain_s: float = 30.0
     client_concurrent: int = 2048
     body_mib: float = 32.0
+    comment_s: float = 0.0
 
     @property
     def body_bytes(self) -> int:
@@ -103,16 +105,13 @@ class RouterLimits:
             "silence-timeout": self.silence_s,
             "queue-timeout": self.queue_s,
             "drain-timeout": self.drain_s,
+            **({"comment-after": self.comment_s} if self.comment_s else {}),
         }
         for flag, value in seconds.items():
             if not 0 < value <= 86_400:
                 raise ConfigError(flag, value, "use seconds, more than 0, at most a day")
-        numbers = {
-            "max-concurrent": self.concurrent,
-            "queue": self.queue,
-            "client-concurrent": self.client_concurrent,
-        }
-        for flag, number in numbers.items():
+        numbers = {"max-concurrent": self.concurrent, "client-concurrent": self.client_concurrent}
+        for flag, number in {**numbers, "queue": self.queue}.items():
             if number < 0:
                 raise ConfigError(flag, number, "use 0 or more")
         if not 1 / 64 <= self.body_mib <= 1024:

@@ -14,10 +14,9 @@ import random
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 
-from kvconnect.errors import KVConnectError, Refused
+from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.decision import ClientRequest, Decision
 from kvconnect.router.freed_frames import FreedFrames
@@ -28,14 +27,14 @@ from kvconnect.router.http.http_request import HttpError, HttpRequest
 from kvconnect.router.http.http_response import HttpResponse
 from kvconnect.router.http.journaled_stream import JournaledStream, StreamCut
 from kvconnect.router.http.receipt_stream import ReceiptStream
+from kvconnect.router.http.refusals import refusal
 from kvconnect.router.http.renamed_stream import RenamedStream
 from kvconnect.router.http.reply import Reply
 from kvconnect.router.http.request_reader import ParsedRequest
 from kvconnect.router.http.response_writer import ResponseStream
 from kvconnect.router.http.services import Services
 from kvconnect.router.metrics import RequestOutcome
-from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason
-from kvconnect.router.policy.fleet_view import Role
+from kvconnect.router.policy.choice import Mode, RoutingChoice
 from kvconnect.router.policy.no_choice import Unserved
 from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import engine_bodies
@@ -86,16 +85,17 @@ class Exchange:
         timeout_s = self._services.options.limits.timeout_s
         try:
             async with self._deadline:
-                return await self._answer()
+                return await self._told(await self._answer())
         except TimeoutError:
             self._outcome = RequestOutcome.TIMEOUT
             message = f"not done within {timeout_s:g} seconds"
-            if self._reply.stream is None:
-                return self._reply.error(504, message)
+            if not self._reply.began:
+                return await self._told(self._reply.error(504, message))
             reason = None if self._journaled is None else AfterLoss.FAILED
             await self._break_off(message, RequestOutcome.TIMEOUT, reason)
             return None
         finally:
+            self._reply.close()
             choice = self._reply.choice
             chosen = None if choice is None else (choice.mode, choice.reason)
             self._services.metrics.request(chosen, self._outcome)
@@ -120,36 +120,24 @@ class Exchange:
                     self._prefix = asked.prefix
                     self._journal(request, room)
                     decision = Decision(request, services.rules, services.retries, _new_id)
+                    if request.prompt.streamed:
+                        self._reply.comment_after(services.options.limits.comment_s)
                     return await self._attempts(decision, room)
         except (Busy, HttpError, Refused, Unserved, Rejected, EngineFailed) as error:
-            if self._reply.stream is None:
-                return self._refusal(error)
+            if not self._reply.began:
+                response, self._outcome = refusal(self._reply, error)
+                return response
             message = f"the decode engine was lost, and no other one went on: {error}"
             await self._break_off(message, RequestOutcome.BROKEN, AfterLoss.FAILED)
             return None
 
-    def _refusal(self, error: KVConnectError) -> HttpResponse:
-        """Return the answer to a request that failed before its first byte."""
-        self._outcome = RequestOutcome.REJECTED
-        match error:
-            case Busy():
-                return self._reply.error(429, str(error), {"Retry-After": str(error.retry_s)})
-            case HttpError():
-                return self._reply.error(error.status, str(error))
-            case Refused():
-                return self._reply.error(400, str(error))
-            case Unserved():
-                return self._reply.error(404, str(error))
-            case Rejected():
-                return self._reply.whole(error.answer)
-        self._outcome = RequestOutcome.FAILED
-        answer = error.answer if isinstance(error, EngineFailed) else None
-        if answer is not None and isinstance(error, EngineFailed) and error.role is Role.DECODE:
-            choice = self._reply.choice
-            if choice is not None and choice.reason is RoutingReason.PUSH_FAILED:
-                answer = _explained(answer)
-            return self._reply.whole(answer)
-        return self._reply.error(502, str(error))
+    async def _told(self, response: HttpResponse | None) -> HttpResponse | None:
+        """Return a response that is still to be sent. Comments have begun a stream already, which
+        then ends with what the response says."""
+        if response is None or self._reply.stream is None:
+            return response
+        await self._reply.break_off(engine_bodies.message_of(response.body))
+        return None
 
     def _journal(self, request: ClientRequest, room: BodyAllocation) -> None:
         """Have the answer journaled, if it is a stream that another engine can continue."""
@@ -252,6 +240,8 @@ class Exchange:
         try:
             async with attempt.answer() as answer:
                 response: HttpResponse | None = None
+                if self._reply.stream is not None and not answer.call.streams:
+                    raise answer.call.fail("answered without a stream")
                 if answer.call.streams or not answer.call.ended:
                     await self._stream(answer, choice.mode, decision)
                 else:
@@ -336,7 +326,8 @@ class Exchange:
 
     def _begun(self, call: EngineCall, mode: Mode) -> ResponseStream:
         """Return the client's stream, which begins with the first engine's."""
-        if self._reply.stream is not None:
+        if self._reply.began:
+            assert self._reply.stream is not None, "it has begun"
             assert self._journaled is not None, "only such a stream has a further engine"
             self._journaled.continued += 1
             self._services.metrics.count("lost_streams", AfterLoss.CONTINUED.value)
@@ -393,8 +384,3 @@ def _check(
     """Raise :class:`EngineFailed` if what an engine has sent is no stream to continue with."""
     if isinstance(passing, JournaledStream) and (why := passing.unusable(ended=ended)):
         raise call.fail(why)
-
-
-def _explained(answer: EngineResponse) -> EngineResponse:
-    why = "the hand-off failed by push and by pull; the decode engine's log says why"
-    return replace(answer, body=engine_bodies.explained(answer.status, answer.body, why))

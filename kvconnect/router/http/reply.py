@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 
 from kvconnect.router.connections.relay import RelayedStream, Returned, StreamRelay
@@ -16,6 +17,7 @@ from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.errors import error_body
 
 _EVENT_END = b"\n\n"
+_COMMENT = b": keep-alive\n\n"
 _ERROR_EVENT_S = 1.0  # time to send the error event to a client that does not read
 
 
@@ -38,7 +40,11 @@ class Reply:
         self.stream: ResponseStream | None = None  # set once the stream has begun
         self.status = 0  # HTTP status, 0 before the response
         self._request = request
+        self.began = False  # the stream has more than comments
         self._tail = b""  # last bytes of the stream
+        self._sent_at = 0.0  # when the client was last sent something
+        self._relayed: RelayedStream | None = None
+        self._comments: asyncio.TimerHandle | None = None
 
     def whole(self, answer: EngineResponse) -> HttpResponse:
         """Return an engine's response unchanged."""
@@ -55,10 +61,12 @@ class Reply:
 
     def begin(self, content_type: str, headers: Mapping[str, str]) -> ResponseStream:
         """Start a stream, whose head goes with its first chunk; ``headers``: those of the engine
-        that the client gets, too."""
-        head = {**self._headers(content_type), **headers}
-        self.stream = self._request.writer.begin(self._request, head)
-        self.status = self.stream.status
+        that the client gets, too. After comments, the head is gone."""
+        self.began = True
+        if self.stream is None:
+            head = {**self._headers(content_type), **headers}
+            self.stream = self._request.writer.begin(self._request, head)
+            self.status = self.stream.status
         return self.stream
 
     async def write(self, chunk: bytes, *, last: bool = False) -> None:
@@ -69,7 +77,7 @@ class Reply:
             ConnectionError: the client has disconnected.
         """
         assert self.stream is not None, "begin() comes first"
-        self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
+        self._sending(chunk)
         await (self.stream.end(chunk) if last else self.stream.write(chunk))
 
     @property
@@ -79,11 +87,11 @@ class Reply:
 
     def forward(self, chunk: bytes) -> bool:
         """Send a chunk if that needs no wait; return whether it was sent."""
-        transport = self._writable()
-        if transport is None:
+        if self._writable() is None:
             return False
-        self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
-        transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        assert self.stream is not None, "it has begun"
+        self._sending(chunk)
+        self.stream.send(chunk)
         return True
 
     def relay(
@@ -99,12 +107,50 @@ class Reply:
             return None
 
         def returned(stream: Returned) -> None:
+            self._relayed, self._sent_at = None, stream.heard
             self._tail = stream.tail_after(self._tail)
             if stream.unsent and not client.is_closing():
                 client.write(stream.unsent)
             back(stream)
 
-        return self._relay.start(engine, client, returned, events_only=events_only)
+        self._relayed = self._relay.start(engine, client, returned, events_only=events_only)
+        return self._relayed
+
+    def comment_after(self, silence_s: float) -> None:
+        """Send a comment whenever the client was sent nothing for ``silence_s`` seconds, 0: never.
+        Proxies take silent streams for dead. The first one begins the stream: what fails later is
+        an event in it."""
+        if silence_s:
+            self._sent_at = time.monotonic()
+            self._comment_later(silence_s, silence_s)
+
+    def close(self) -> None:
+        """Send no more comments."""
+        if self._comments is not None:
+            self._comments.cancel()
+
+    def _comment_later(self, after_s: float, silence_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._comments = loop.call_later(after_s, self._comment, silence_s)
+
+    def _comment(self, silence_s: float) -> None:
+        if self._relayed is not None:
+            self._sent_at = max(self._sent_at, self._relayed.heard)
+        left = self._sent_at + silence_s - time.monotonic()
+        if left <= 0:
+            self._send_comment()
+        self._comment_later(left if left > 0 else silence_s, silence_s)
+
+    def _send_comment(self) -> None:
+        """Send a comment, unless that needs a wait, or the last event is not complete."""
+        if self.stream is None and not self._request.old:  # HTTP/1.0 has no chunks
+            head = {"Content-Type": f"{EVENT_STREAM}; charset=utf-8"}
+            self.stream = self._request.writer.begin(self._request, head)
+            self.status = self.stream.status
+        if self._relayed is not None:
+            self._relayed.stop()
+        if self.stream is not None and self._tail in (b"", _EVENT_END):
+            self.forward(_COMMENT)
 
     async def break_off(self, message: str) -> None:
         """End the stream with an error event in the engines' format; what is no stream of events
@@ -119,6 +165,11 @@ class Reply:
             await asyncio.wait_for(self.stream.write(last), _ERROR_EVENT_S)
         except (TimeoutError, ConnectionError):  # the client does not read, or has disconnected
             self._abort()
+
+    def _sending(self, chunk: bytes) -> None:
+        self._tail = (self._tail + chunk)[-len(_EVENT_END) :]
+        if self._comments is not None:
+            self._sent_at = time.monotonic()
 
     def _abort(self) -> None:
         self._request.writer.transport.abort()

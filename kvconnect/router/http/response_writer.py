@@ -132,8 +132,16 @@ class ResponseStream:
             ConnectionError: the client has disconnected; also raised by :meth:`end`.
         """
         if piece:
-            self._writer.send(self._framed(piece))
+            self.send(piece)
             await self._writer.drain()
+
+    def send(self, piece: bytes) -> None:
+        """Send a piece without a wait.
+
+        Raises:
+            ConnectionError: the client has disconnected.
+        """
+        self._writer.send(self._framed(piece))
 
     async def end(self, piece: bytes = b"") -> None:
         """Send the last piece, if any, and the end."""
