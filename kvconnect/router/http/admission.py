@@ -14,6 +14,8 @@ from kvconnect.errors import KVConnectError
 from kvconnect.router.http.fair_queue import FairQueue
 from kvconnect.router.options import RouterLimits
 
+SLOW = "the request body arrived slowly, and other requests needed its memory"
+
 
 class Busy(KVConnectError):
     """The router cannot take the request now. ``retry_s``: seconds after which to retry."""
@@ -116,7 +118,8 @@ class ClientConcurrency:
 
 
 class BodyAllocation:
-    """The memory that one request's body takes, or its answers that are no streams."""
+    """The memory that one request's body takes, or its answers that are no streams; a context
+    manager, whose end gives it back."""
 
     def __init__(self, bodies: BodyMemory, client: str) -> None:
         self.client = client
@@ -125,6 +128,13 @@ class BodyAllocation:
         self.ended = False  # so is the request; a prefill answer may still arrive for seconds
         self._bodies = bodies
         self._reader: asyncio.Task[Any] | None = None
+
+    def __enter__(self) -> BodyAllocation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended = True
+        self.free()
 
     def take(self, size: int) -> None:
         """Take ``size`` more bytes.
@@ -175,15 +185,9 @@ class BodyMemory:
         self._free_bytes, self._share = most, share
         self._by_client: dict[str, int] = {}
 
-    @contextmanager
-    def allocation(self, client: str) -> Iterator[BodyAllocation]:
-        """Yield an empty allocation; the block's end gives its memory back."""
-        allocation = BodyAllocation(self, client)
-        try:
-            yield allocation
-        finally:
-            allocation.ended = True
-            allocation.free()
+    def allocation(self, client: str) -> BodyAllocation:
+        """Return an empty allocation."""
+        return BodyAllocation(self, client)
 
     def taken(self, allocation: BodyAllocation, size: int) -> None:
         """Record that a request takes ``size`` bytes; a negative size gives bytes back.
@@ -206,9 +210,15 @@ class BodyMemory:
                 raise Busy(f"{self._what} of all clients take all the memory they may", 1)
 
     def _evict_oldest(self, allocation: BodyAllocation, client: str) -> bool:
-        """Evict the oldest incomplete body (of ``client`` if named); return whether one was."""
-        others = (other for other in self.arriving if other is not allocation)
-        oldest = next((other for other in others if client in ("", other.client)), None)
-        if oldest is not None:
-            oldest.evict()
-        return oldest is not None
+        """Evict the oldest incomplete body (of ``client`` if named); return whether one was.
+
+        Raises:
+            Busy: it is that of ``allocation``, and there are others.
+        """
+        of_client = [each for each in self.arriving if client in ("", each.client)]
+        if not of_client or of_client == [allocation]:
+            return False
+        if of_client[0] is allocation:
+            raise Busy(SLOW, 1)
+        of_client[0].evict()
+        return True

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
@@ -194,7 +193,7 @@ class EngineCall:
         headers = {**ask.headers, **self._span.headers()}
         length = None if ask.body is None else len(ask.body)
         head = request_head(base, ask.method, ask.path, headers, length)
-        with self._failures():
+        with _Failures(self):
             self._connection = await self._pool.open(base, head, ask.body or b"", on_written)
             status = self._connection.response.status
             if status == 200:
@@ -212,7 +211,7 @@ class EngineCall:
         Raises:
             Busy: ``take`` finds no memory for it.
         """
-        with self._failures():
+        with _Failures(self):
             body = await read(self._opened, take=take)
         self._end_prompt(measured=self._work is PromptWork.SEEN)
         self._outcome = CallOutcome.OK
@@ -222,7 +221,7 @@ class EngineCall:
         """Return the whole response body, or its first bytes if it has more than ``HELD_BYTES``;
         :attr:`ended` tells which. ``take``: as of :meth:`read`."""
         pieces, held = [], 0
-        with self._failures():
+        with _Failures(self):
             while held <= HELD_BYTES and (piece := await self._opened.readany()):
                 take(len(piece))
                 pieces.append(piece)
@@ -240,7 +239,7 @@ class EngineCall:
         An engine that fails a request before its first token reports the error in that event.
         """
         begin = rest = b""
-        with self._failures():
+        with _Failures(self):
             while True:
                 event, end, after = rest.partition(_EVENT_END)
                 if end and engine_bodies.opens_without_content(event):
@@ -267,7 +266,7 @@ class EngineCall:
 
     async def chunks(self, passage: Passage | None) -> AsyncIterator[bytes]:
         """Yield the rest of a stream as it arrives, except what ``passage`` passes on itself."""
-        with self._failures():
+        with _Failures(self):
             while chunk := await self._opened.readany(passage):
                 yield chunk
         self._outcome = CallOutcome.OK
@@ -299,23 +298,44 @@ class EngineCall:
         shown = answer if 500 <= answer.status < 600 else None
         return EngineFailed(self.engine.role, "error", message, shown)
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """Translate connection errors, and have the engine's health checked."""
-        try:
-            yield
-        except Exhausted as error:
-            raise Busy("the router cannot open more connections", 1) from error
-        except Unreachable as error:
-            self.engine.mark(up=False)
-            self._outcome = CallOutcome.UNREACHABLE
-            what = f"{self._name} cannot be reached"
-            raise EngineFailed(self.engine.role, "unreachable", what) from error
-        except ConnectionLost as error:
-            # An engine that is drained or already down was told to end.
-            well = self.engine.up and not self.engine.draining
-            crashed = self.engine.url if well and isinstance(error, ClosedByEngine) else ""
-            self.engine.suspect()
-            self._outcome = CallOutcome.UNREACHABLE
-            what = f"{self._name} was lost"
-            raise EngineFailed(self.engine.role, "lost", what, crashed=crashed) from error
+    def translated(self, error: BaseException | None) -> KVConnectError | None:
+        """Return what an error of the connection means, and have the engine's health checked; None
+        for any other error."""
+        match error:
+            case Exhausted():
+                return Busy("the router cannot open more connections", 1)
+            case Unreachable():
+                self.engine.mark(up=False)
+                self._outcome = CallOutcome.UNREACHABLE
+                what = f"{self._name} cannot be reached"
+                return EngineFailed(self.engine.role, "unreachable", what)
+            case ConnectionLost():
+                # An engine that is drained or already down was told to end.
+                well = self.engine.up and not self.engine.draining
+                crashed = self.engine.url if well and isinstance(error, ClosedByEngine) else ""
+                self.engine.suspect()
+                self._outcome = CallOutcome.UNREACHABLE
+                what = f"{self._name} was lost"
+                return EngineFailed(self.engine.role, "lost", what, crashed=crashed)
+        return None
+
+
+class _Failures:
+    """Raises what errors of a call's connection mean. A class, since a call enters it six times."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: EngineCall) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and (meant := self._call.translated(error)) is not None:
+            raise meant from error

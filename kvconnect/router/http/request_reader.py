@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kvconnect.router.connections.pool import within
 from kvconnect.router.freed_frames import FreedFrames
-from kvconnect.router.http.admission import BodyAllocation, Busy
+from kvconnect.router.http.admission import SLOW, BodyAllocation, Busy
 from kvconnect.router.http.http_request import HttpError, HttpRequest
 from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.requests import body as bodies
@@ -87,9 +87,7 @@ class RequestReader:
         except asyncio.CancelledError:
             if not room.lost:
                 raise
-            raise Busy(
-                "the request body arrived slowly, and other requests needed its memory", 1
-            ) from None
+            raise Busy(SLOW, 1) from None
 
     async def _read(self, request: HttpRequest, room: BodyAllocation) -> bytearray:
         with FreedFrames():  # the connection keeps its error, and that the frames

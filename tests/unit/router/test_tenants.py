@@ -250,6 +250,12 @@ def test_what_is_still_coming_gives_its_room_to_what_needs_it() -> None:
             old.take(20)
             new.take(20)
             whole.take(60)
+            with pytest.raises(
+                Busy, match="arrived slowly"
+            ):  # it is the oldest, whoever needs room
+                old.take(10)
+            old.free()
+            old.take(20)
             assert stopped == []
             with bodies.allocation("c") as more:
                 more.take(10)
