@@ -30,6 +30,8 @@ RESIDENT_REGISTERS = 128 * 40 + 256 * 232
 as CUTLASS's cooperative kernels divide them (40 and 232 registers a thread). FlashAttention 3 has
 24 and 240, which is as many."""
 
+TABLE, TABLE_NVCC = Path(__file__).parents[2] / "docs" / "copy.md", "13.0"
+
 WIDE = {"hash_blocks": (8, 0)}
 """128-bit words that a thread loads at a time, and those that it stores; copies have eight."""
 
@@ -157,6 +159,21 @@ def test_a_block_fits_on_a_multiprocessor_that_is_empty_and_on_no_other(binary: 
         assert 0 < code.taken(THREADS) <= SM_REGISTERS, key
         assert code.taken(WARP) > left, key
         assert code.shared_bytes <= 2048, key  # with what the driver keeps for itself
+
+
+@needs_cuobjdump
+def test_the_table_of_registers_is_of_these_kernels(family: str, binary: Path) -> None:
+    assert NVCC is not None
+    said = subprocess.run([NVCC, "--version"], check=True, capture_output=True, text=True).stdout
+    if f"release {TABLE_NVCC}," not in said:
+        pytest.skip(f"the table is of nvcc {TABLE_NVCC}")
+    found, rows = read_code(binary), TABLE.read_text(encoding="utf-8").splitlines()
+    targets = build_kernels.known_architectures(NVCC)
+    for name in (name for name, place in kernels.KERNELS.items() if place == family):
+        made = [str(found[target, name].registers) for target in targets]
+        assert f"| `{name}` | {' | '.join(made)} |" in rows
+        assert all(found[target, name].shared_bytes in (0, 1, 1025) for target in targets)
+    assert "| kernel | " + " | ".join(f"`sm_{target}`" for target in targets) + " |" in rows
 
 
 SLOW = """
