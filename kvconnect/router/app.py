@@ -170,10 +170,16 @@ class RouterApp:
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
+        """Follow the engines within the block."""
         await self._membership.start()
         roles = self._roles()
-        yield
-        logger.info("stopped")
+        try:
+            yield
+        finally:
+            logger.info("stopped")
+            await self._stop(roles)
+
+    async def _stop(self, roles: asyncio.Task[None] | None) -> None:
         if roles is not None:
             roles.cancel()
             await asyncio.gather(roles, return_exceptions=True)
@@ -207,9 +213,11 @@ class RouterApp:
             watched.append(files)
         keep = Supervisor(self._metrics.count).keep
         task = keep(TaskKind.CREDENTIALS, "this router", partial(credentials.follow, watched))
-        yield
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     def _take_keys(self) -> None:
         self._tenants.take(read_api_keys(self._options.listening.api_key_file))
@@ -254,7 +262,7 @@ class RouterApp:
 
     async def _models(self, request: HttpRequest) -> HttpResponse:
         """``/v1/models``: models that both a prefill and a decode engine serve now."""
-        prefill, decode = (_models(self._fleet.all(role)) for role in Role)
+        prefill, decode = (_models_of(self._fleet.all(role)) for role in Role)
         if not decode:
             return error_response(
                 request.path, 503, "no decode engine that is up has listed its models yet"
@@ -330,7 +338,7 @@ def _body_memory_bytes(largest: int) -> int:
     return max(largest, (memory.available_bytes() or 2**33) // 8)
 
 
-def _models(engines: Iterable[Engine]) -> dict[str, Any]:
+def _models_of(engines: Iterable[Engine]) -> dict[str, Any]:
     """Return the models of all engines that are up: name -> entry of ``/v1/models``."""
     up = [each.info.models for each in engines if each.up]
     return {name: entry for models in up for name, entry in models.items()}

@@ -273,7 +273,7 @@ async def bench(
         options = {"intervals": Intervals(probe_s=0), **options}
         limits = RouterLimits(**{k: options.pop(k) for k in LIMITS if k in options})
         named = (engine_specs("test", [e.named for e in engines]) for engines in (prefill, decode))
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = ends.enter_context(socket.create_server(("127.0.0.1", 0)))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         made = RouterOptions(*named, limits=limits, **options)
         await ends.enter_async_context(server.serving(made, listener, 0.1))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import socket
 import ssl
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.options import AdminAccess, Listening, RouterOptions
-from tests.fakes.engine import on_loop, until
+from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.fakes.router_process import running
 from tests.links import make_certificates
 
@@ -85,3 +87,18 @@ def test_an_admin_api_with_a_certificate_needs_one() -> None:
         RouterOptions((), (), admin=AdminAccess(token=TOKEN, tls=True))
     at = Listening(cert="c", key="k")
     RouterOptions((), (), admin=AdminAccess(token=TOKEN, tls=True), listening=at)  # control
+
+
+@on_loop
+async def test_a_port_that_is_taken_leaves_nothing_running() -> None:
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        admin = AdminAccess(port=taken.getsockname()[1], token=TOKEN)
+        before = asyncio.all_tasks()
+        with pytest.raises(OSError, match="in use"):
+            async with bench([p], [d], admin=admin):
+                pass
+        assert asyncio.all_tasks() == before
+    async with bench([p], [d], admin=admin) as router:  # the control: the port is free
+        assert len(asyncio.all_tasks()) > len(before)
+        assert (await router.post(ASK)).status == 200
