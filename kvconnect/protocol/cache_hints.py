@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from kvconnect.protocol.options import RECEIPT, SHARE, SOURCE
+from kvconnect.protocol.options import IF_ABLE, RECEIPT, SHARE, SOURCE
 
 LONGEST_S = 86_400.0
 """Longest time of a pin or of retention, in seconds."""
@@ -85,7 +85,7 @@ class HintsRead(NamedTuple):
     ignored: tuple[IgnoredHint, ...] = ()
 
 
-_NAMES = {*(hint.value for hint in CacheHint), TOKENS, RECEIPT, SHARE, SOURCE}
+_NAMES = {*(hint.value for hint in CacheHint), TOKENS, RECEIPT, SHARE, SOURCE, IF_ABLE}
 
 
 def read_hints(options: object) -> HintsRead:

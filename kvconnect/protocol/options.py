@@ -19,6 +19,8 @@ SHARE_TICKET_KEY = "kvconnect_share"
 SHARE_EXPIRY_KEY = "kvconnect_share_expires_in"
 SOURCE = "source"
 """Share ticket of another engine, which may have blocks of the prompt."""
+IF_ABLE = "if_able"
+"""The engine shall offer a hand-off if it sends, and compute as without one if it does not."""
 HINTS = "hints"
 """Key of what was done with a request's hints, beside its receipt."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvconnect.protocol.options import RECEIPT
+from kvconnect.protocol.options import IF_ABLE, RECEIPT
 from kvconnect.router.options import EngineSpec
 from kvconnect.router.policy.choice import (
     Cause,
@@ -25,6 +25,7 @@ from kvconnect.router.policy.choice import (
 )
 from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import EngineKind, FleetView, Role
+from kvconnect.router.policy.leaving import LeftEngine, choose_next, stays
 from kvconnect.router.policy.no_choice import explain_no_choice
 from kvconnect.router.policy.prefixes import CacheHits
 from kvconnect.router.policy.rules import RoutingRules
@@ -96,6 +97,7 @@ class Decision:
         self._routed = _routed(request)
         self._failed = FailedTargets()
         self._losses = 0
+        self._left: LeftEngine | None = None  # a drained one, until another stream goes on
 
     @property
     def streamed(self) -> bool:
@@ -115,6 +117,8 @@ class Decision:
 
     def choose(self, view: FleetView) -> RoutingChoice | None:
         """Return where the next attempt goes; None if a role that it needs has no engine left."""
+        if self._left is not None:
+            return choose_next(view, self._left, self._routed, self._failed, self._rules)
         return choose(view, self._routed, self._failed, self._rules)
 
     def explain(self, view: FleetView) -> str:
@@ -137,6 +141,8 @@ class Decision:
     def rejected(self, view: FleetView, choice: RoutingChoice, status: int) -> bool:
         """Note that an engine rejected the request; return whether another one may serve it: with
         other models, an engine may have paths that this one does not have."""
+        if self._left is not None:
+            return self._left.failed(choice)
         elsewhere = self._request.api.decode_only and status in _NO_PATH
         return elsewhere and self._failed.add_unserved(view, choice)
 
@@ -151,8 +157,13 @@ class Decision:
             withheld = self._retries.again(self._losses, self._digest, now)
             if withheld is not None:
                 return Retry(False, withheld)
+        left = self._left
+        if left is not None and choice.reason is RoutingReason.DRAINED:
+            if role is Role.DECODE and cause != "error":
+                self._failed.decode.add(choice.decode.target.engine)
+            return Retry(left.failed(choice))
         if not self._failed.add(choice, role, cause):
-            return Retry(False)
+            return Retry(left is not None and left.failed(choice))
         keep = choice.decode.target.engine if role is Role.PREFILL else None
         self._routed = self._routed._replace(turn=self._routed.turn + 1, keep=keep)
         return Retry(True)
@@ -168,12 +179,22 @@ class Decision:
             self._losses = 0
         return self.failed(choice, Role.DECODE, "lost", crashed="", now=now)
 
-    def go_on(self, request: ClientRequest, choice: RoutingChoice) -> None:
+    def go_on(self, request: ClientRequest, choice: RoutingChoice, *, drained: bool) -> None:
         """Have the next attempts answer ``request``, the rest of a stream. They prefer the prefill
-        engine of a choice, which has the prompt."""
-        warm = None if choice.prefill is None else choice.prefill.target.engine
-        turn = self._routed.turn
+        engine of a choice, which has the prompt. ``drained``: its decode engine was not lost, but
+        is drained, and may hand the stream off."""
+        turn, warm = self._routed.turn, self._routed.warm
+        if choice.prefill_role is Role.PREFILL:
+            warm = None if choice.prefill is None else choice.prefill.target.engine
         self._request, self._routed = request, _routed(request)._replace(turn=turn, warm=warm)
+        self._left = LeftEngine(choice.decode.target) if drained else None
+
+    def may_leave(self, view: FleetView, choice: RoutingChoice, request: ClientRequest) -> bool:
+        """Return whether the rest of a stream may go on elsewhere than at the decode engine of a
+        choice, which is drained. ``request``: as of :meth:`go_on`, or one that is as long."""
+        left = LeftEngine(choice.decode.target)
+        found = choose_next(view, left, _routed(request), self._failed, self._rules)
+        return found is not None and not stays(found)
 
     def _digest(self) -> bytes:
         return digest_of(self._client_request.api.path, self._client_request.body)
@@ -235,6 +256,8 @@ class Legs:
         chosen, spec = self.choice.prefill, self._engines.prefill
         assert chosen is not None and spec is not None, "a prefill engine takes part"
         body = self._with_options(spec.kind, self._prefill_body, chosen, receipt=False)
+        if self.choice.prefill_role is Role.DECODE:  # nobody has named it for prefill
+            body = engine_bodies.options_body(body, {**self._request.hints, IF_ABLE: True})
         if self.choice.mode is Mode.PULL and self._request.api.takes_token_ids:
             body = engine_bodies.token_ids_too(body)
         return self._to(chosen, body)

@@ -25,6 +25,7 @@ from kvconnect.router.policy.choice import (
 )
 from kvconnect.router.policy.expected_ttft import HANDOFF_DECISIONS
 from kvconnect.router.policy.fleet_view import Role, TargetLoad
+from kvconnect.router.policy.leaving import AfterDrain
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.requests.continuation import AfterLoss
 from kvconnect.router.requests.fields import DROPPED
@@ -36,7 +37,7 @@ class RequestOutcome(StrEnum):
     """How a client's request ended."""
 
     OK = "ok"
-    CONTINUED = "continued"  # whole, by another decode engine after one was lost in mid-stream
+    CONTINUED = "continued"  # whole, after its decode engine was lost or drained in mid-stream
     REJECTED = "rejected"  # 4xx, from the router or an engine
     FAILED = "failed"  # 5xx, before the first byte
     BROKEN = "broken"  # after the first byte
@@ -51,7 +52,7 @@ class CallOutcome(StrEnum):
     REJECTED = "rejected"
     ERROR = "error"
     UNREACHABLE = "unreachable"
-    CANCELLED = "cancelled"  # by the client, the deadline, or the other engine's failure
+    CANCELLED = "cancelled"  # by the client, the deadline, the other engine's failure, or a drain
 
 
 class ProbeOutcome(StrEnum):
@@ -265,6 +266,7 @@ def _create_series(families: Mapping[str, Any]) -> None:
         "task_failures": TaskKind,
         "withheld_retries": Withheld,
         "lost_streams": AfterLoss,
+        "drained_streams": AfterDrain,
         "relay_returns": _RETURN_REASONS,
         "refused_connections": _REFUSAL_REASONS,
         "dropped_fields": DROPPED,

@@ -33,6 +33,7 @@ from kvconnect.protocol.handoff_request import (
     HandoffRequest,
     parse_request,
 )
+from kvconnect.protocol.options import IF_ABLE, OPTIONS_KEY
 from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.transport.security import Keys, NoLocalKey, read_key
@@ -142,7 +143,7 @@ class DisaggregationScheduler:
         ours = self.alone or TICKET_KEY in params or STANDING_TICKET_KEY in params
         try:
             asked = parse_request(params)
-            if asked.role == "send":
+            if asked.role == "send" and (self._sends or not _if_able(params)):
                 return self._open_lease(request, asked, now)
             if asked.role == "recv" and ours:
                 self._open_receive(request, asked)
@@ -283,6 +284,12 @@ class DisaggregationScheduler:
         self._requests[request.request_id] = request
         if opened and request.num_prompt_tokens < 2:  # or rejected by vLLM's front end
             self.decline(request.request_id)
+
+
+def _if_able(params: Mapping[str, Any]) -> bool:
+    """Return whether a request shall be computed as any other one if the engine does not send."""
+    options = params.get(OPTIONS_KEY)
+    return isinstance(options, dict) and options.get(IF_ABLE) is True
 
 
 def _has_states(groups: Sequence[CacheGroup]) -> bool:

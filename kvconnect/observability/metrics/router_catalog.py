@@ -23,6 +23,8 @@ ROUTER_CATALOG: tuple[RouterMetric, ...] = (
         "Requests that went to no further engine after one was lost.", ("reason",)),
     RouterMetric("lost_streams", "counter",
         "Streams whose decode engine was lost, by what became of them.", ("result",)),
+    RouterMetric("drained_streams", "counter",
+        "Streams whose decode engine was drained, by where they went on.", ("result",)),
     RouterMetric("refused_connections", "counter",
         "Clients' connections over a limit.", ("reason",)),
     RouterMetric("relay_returns", "counter",

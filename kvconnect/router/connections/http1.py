@@ -48,6 +48,10 @@ class ClosedEarly(ClosedByEngine):
     """The engine closed the connection before any byte of the response."""
 
 
+class Interrupted(KVConnectError):
+    """A read was given up; the connection is good."""
+
+
 class BaseUrl(NamedTuple):
     """A parsed base URL."""
 
@@ -153,6 +157,7 @@ class Connection(asyncio.BufferedProtocol):
         self.response = IncomingResponse()  # the response to the last request
         self.response.ended = True  # no request was sent yet
         self._waiting: asyncio.Future[None] | None = None
+        self._interrupted = False
         self._passage: Passage | None = None
         self._relayed: RelayedStream | None = None
         self._whole_lines = False  # the last data ended a line
@@ -224,6 +229,7 @@ class Connection(asyncio.BufferedProtocol):
         ``silence_s`` seconds before the response is complete. A healthy engine that has sent
         nothing of the body yet is not silent: it computes a long prompt or a whole answer."""
         self.response = IncomingResponse()
+        self._interrupted = False
         self._heard = time.monotonic()
         if self._timer is None:
             self._listen(silence_s)
@@ -251,11 +257,15 @@ class Connection(asyncio.BufferedProtocol):
 
         Raises:
             ConnectionLost: the connection broke.
+            Interrupted: :meth:`interrupt` was called.
         """
         response = self.response
         while not response.chunks:
             if response.ended:
                 return b""
+            if self._interrupted:
+                self._interrupted = False
+                raise Interrupted
             self._passage = passage
             try:
                 if passage is not None and self._broken is None:
@@ -270,6 +280,11 @@ class Connection(asyncio.BufferedProtocol):
             self._paused = False
             self._transport.resume_reading()
         return data
+
+    def interrupt(self) -> None:
+        """Have :meth:`readany` end once, though more will come."""
+        self._interrupted = True
+        self._wake()
 
     def end_silent(self, since: float) -> None:
         """Give the request up if the engine has sent nothing since a time."""
@@ -331,8 +346,7 @@ class Connection(asyncio.BufferedProtocol):
         """Go on where the relay ended."""
         self._relayed = None
         self._heard = max(self._heard, returned.heard)
-        # One whose chunks never come in one piece would go to and fro.
-        self.response.relayable = returned.chunks > 0
+        self.response.relayable = returned.chunks > 0  # else it would go to and fro
         if self._broken is not None or self._transport.is_closing():
             return
         self._transport.resume_reading()
@@ -377,10 +391,8 @@ async def read(
 def request_head(
     base: BaseUrl, method: str, path: str, headers: Mapping[str, str], length: int | None = None
 ) -> bytes:
-    """Return the head of a request; ``length`` is that of its JSON body, None without one.
-
-    Header values come from an HTTP parser, so they contain no line ends.
-    """
+    """Return the head of a request; ``length`` is that of its JSON body, None without one. Header
+    values come from an HTTP parser, so they contain no line ends."""
     lines = [f"{method} {base.path}{path} HTTP/1.1", f"Host: {base.name}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if length is not None:

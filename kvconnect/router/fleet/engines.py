@@ -80,6 +80,7 @@ class Engine:
         self.timer = timer
         self.info = EngineInfo()
         self.draining = False
+        self._told: set[Callable[[], None]] = set()
         self.open = 0  # requests in progress, or announced by awaited()
         self.breaker = engine_breaker()
         self.signals = Signals()
@@ -108,6 +109,7 @@ class Engine:
         return EngineView(
             index=self.index,
             up=self.up and not self.draining,
+            drained=self.up and self.draining,
             ranks=ranks,
             standing_tickets=self._tickets_of(TicketKind.STANDING, len(ranks), now),
             kind=self.spec.kind,
@@ -136,6 +138,24 @@ class Engine:
             self.signals.down.set()
             self.suspect()
         self._changed(self)
+
+    def drain(self) -> None:
+        """Send no more requests to the engine, and tell those in :meth:`told_of_drain`."""
+        if not self.draining:
+            self.draining = True
+            for tell in tuple(self._told):
+                tell()
+
+    @contextmanager
+    def told_of_drain(self, tell: Callable[[], None]) -> Iterator[None]:
+        """Have ``tell`` called if the engine is drained during the block, at once if it is."""
+        self._told.add(tell)
+        try:
+            if self.draining:
+                tell()
+            yield
+        finally:
+            self._told.discard(tell)
 
     def suspect(self) -> None:
         """Have the engine's health probed at once."""
@@ -275,7 +295,7 @@ class Fleet:
 
     def recheck(self, choice: RoutingChoice) -> None:
         """Have the hand-off between the engines of a failed request probed soon."""
-        if choice.prefill is not None:
+        if choice.prefill is not None and choice.prefill_role is Role.PREFILL:
             pair = EnginePair(choice.prefill.target.engine, choice.decode.target.engine)
             if all(number in self._by_role[role] for role, number in pair.engines):
                 self.pairing.recheck(pair)

@@ -112,8 +112,8 @@ class Membership:
         return engine
 
     def drain(self, engine: Engine) -> None:
-        """Send no more requests to an engine."""
-        engine.draining = True
+        """Send no more requests to an engine. Its journaled streams go on elsewhere."""
+        engine.drain()
 
     def remove(self, engine: Engine) -> None:
         """Drain an engine, and remove it when its last request has ended. Idempotent."""

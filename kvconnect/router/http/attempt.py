@@ -15,7 +15,7 @@ from kvconnect.errors import Refused
 from kvconnect.router.decision import ChosenEngines, Decision, Legs
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.http.admission import BodyAllocation
-from kvconnect.router.http.engine_call import EngineCall, Overhead, PromptWork
+from kvconnect.router.http.engine_call import EngineCall, NotOffered, Overhead, PromptWork
 from kvconnect.router.http.journaled_stream import JournaledStream
 from kvconnect.router.http.receipt_stream import ReceiptStream
 from kvconnect.router.http.renamed_stream import RenamedStream
@@ -26,13 +26,16 @@ from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.tracing import RequestSpans
 
+Passing = Reply | ReceiptStream | RenamedStream | JournaledStream
+"""What passes a stream on to its client."""
+
 
 class Answer(NamedTuple):
     """Decode's answer: its call, the first bytes, and what passes the rest of a stream on."""
 
     call: EngineCall
     first: bytes
-    passing: Reply | ReceiptStream | RenamedStream | JournaledStream
+    passing: Passing
 
 
 class Attempt:
@@ -92,12 +95,15 @@ class Attempt:
                 if mode is Mode.PULL:
                     with decode.awaited():
                         await prefilling
+                    if legs.choice.mode is Mode.PLAIN and legs.choice.prefill_role is Role.DECODE:
+                        what = "the drained engine offers no hand-off of its stream"
+                        raise NotOffered(Role.PREFILL, "error", what)
                     self._overhead.answered()
                     self._reply.choice = legs.choice
                 else:
                     prefill = asyncio.create_task(prefilling)
                     ends.push_async_callback(self._end_prefill, prefill)
-            passing: Reply | ReceiptStream | RenamedStream | JournaledStream = self._reply
+            passing: Passing = self._reply
             if self._journaled is not None:
                 passing = self._journaled
             if legs.client_ids is not None:
@@ -107,7 +113,7 @@ class Attempt:
                 awaited = ends.enter_context(owed.awaited())
                 passing, receipt = ReceiptStream(self._reply, awaited), awaited.nonce
             chosen, work = legs.choice.decode, self._decode_work()
-            call = await ends.enter_async_context(self._call(decode, chosen, work))
+            call = await ends.enter_async_context(self._call(decode, chosen, work, Role.DECODE))
             beginning = self._begin(call, receipt)
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
             if call.streams:
@@ -122,8 +128,10 @@ class Attempt:
 
     async def _prefill(self, chosen: TargetChoice) -> None:
         """Have the prompt computed, and give the answer to the legs."""
-        engine = self._services.fleet.get(Role.PREFILL, chosen.target.engine)
-        async with self._call(engine, chosen, PromptWork.SEEN) as call:
+        role = self.legs.choice.prefill_role
+        engine = self._services.fleet.get(role, chosen.target.engine)
+        work = PromptWork.SEEN if role is Role.PREFILL else PromptWork.NONE
+        async with self._call(engine, chosen, work, Role.PREFILL) as call:
             await call.open(self.legs.prefill(), self._overhead.written)
             answer: bytes | None = None
             if call.streams:
@@ -164,12 +172,14 @@ class Attempt:
         decode = fleet.get(Role.DECODE, choice.decode.target.engine).spec
         if choice.prefill is None:
             return ChosenEngines(decode)
-        prefill = fleet.get(Role.PREFILL, choice.prefill.target.engine)
+        prefill = fleet.get(choice.prefill_role, choice.prefill.target.engine)
         return ChosenEngines(decode, prefill.spec, prefill.info.engine_ids)
 
-    def _call(self, engine: Engine, chosen: TargetChoice, work: PromptWork) -> EngineCall:
+    def _call(
+        self, engine: Engine, chosen: TargetChoice, work: PromptWork, role: Role
+    ) -> EngineCall:
         span, services = self._spans.call(engine, chosen), self._services
-        return EngineCall(services.client, services.metrics, engine, chosen, span, work)
+        return EngineCall(services.client, services.metrics, engine, chosen, span, work, role=role)
 
     def _decode_work(self) -> PromptWork:
         """Return what the decode engine does with the prompt."""

@@ -71,6 +71,10 @@ class EngineFailed(KVConnectError):
         self.crashed = crashed
 
 
+class NotOffered(EngineFailed):
+    """A drained engine offers no hand-off of its streams, which is no failure."""
+
+
 class Rejected(KVConnectError):
     """An engine rejected the client's request (4xx)."""
 
@@ -124,8 +128,12 @@ class EngineCall:
         target_choice: TargetChoice,
         span: CallSpan,
         work: PromptWork,
+        *,
+        role: Role,
     ) -> None:
+        """``role``: what the engine does; not its own where a drained one hands off."""
         self.engine = engine
+        self._role = role
         self._pool = pool
         self._metrics = metrics
         self.target_choice = target_choice
@@ -264,6 +272,10 @@ class EngineCall:
         """Whether the whole response has arrived."""
         return self._opened.response.ended
 
+    def interrupt(self) -> None:
+        """Have :meth:`chunks` raise :class:`Interrupted` soon; it can be called again then."""
+        self._opened.interrupt()
+
     async def chunks(self, passage: Passage | None) -> AsyncIterator[bytes]:
         """Yield the rest of a stream as it arrives, except what ``passage`` passes on itself."""
         with _Failures(self):
@@ -274,7 +286,7 @@ class EngineCall:
     def fail(self, message: str) -> EngineFailed:
         """Return the error for an unusable response."""
         self._outcome = CallOutcome.ERROR
-        return EngineFailed(self.engine.role, "error", f"{self._name}: {message}")
+        return EngineFailed(self._role, "error", f"{self._name}: {message}")
 
     def _end_prompt(self, *, measured: bool) -> None:
         if self._prompt is not None:
@@ -296,7 +308,7 @@ class EngineCall:
         message = f"{self._name} answered {answer.status}" + (f": {why}" if why else "")
         # The router explains a status that is neither success nor error itself.
         shown = answer if 500 <= answer.status < 600 else None
-        return EngineFailed(self.engine.role, "error", message, shown)
+        return EngineFailed(self._role, "error", message, shown)
 
     def translated(self, error: BaseException | None) -> KVConnectError | None:
         """Return what an error of the connection means, and have the engine's health checked; None
@@ -308,7 +320,7 @@ class EngineCall:
                 self.engine.mark(up=False)
                 self._outcome = CallOutcome.UNREACHABLE
                 what = f"{self._name} cannot be reached"
-                return EngineFailed(self.engine.role, "unreachable", what)
+                return EngineFailed(self._role, "unreachable", what)
             case ConnectionLost():
                 # An engine that is drained or already down was told to end.
                 well = self.engine.up and not self.engine.draining
@@ -316,7 +328,7 @@ class EngineCall:
                 self.engine.suspect()
                 self._outcome = CallOutcome.UNREACHABLE
                 what = f"{self._name} was lost"
-                return EngineFailed(self.engine.role, "lost", what, crashed=crashed)
+                return EngineFailed(self._role, "lost", what, crashed=crashed)
         return None
 
 

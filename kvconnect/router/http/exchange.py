@@ -1,8 +1,8 @@
 """One client request: from its body to the last byte of its response, within one deadline.
 
 Until the first byte goes to the client, a failed attempt is aborted on both engines, and another
-pair is tried. After it, another pair continues a stream that is journaled; any other one ends with
-an error event.
+pair is tried. After it, another pair continues a stream that is journaled, also if its engine is
+drained; any other one ends with an error event.
 """
 
 from __future__ import annotations
@@ -10,49 +10,50 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import secrets
 import time
-from collections.abc import Mapping
 from functools import partial
 
 from kvconnect.errors import Refused
-from kvconnect.protocol.cache_hints import CacheHint
+from kvconnect.router.connections.http1 import Interrupted
 from kvconnect.router.decision import ClientRequest, Decision
 from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.http.admission import BodyAllocation, Busy
-from kvconnect.router.http.attempt import Answer, Attempt
-from kvconnect.router.http.engine_call import EngineCall, EngineFailed, EngineResponse, Rejected
+from kvconnect.router.http.attempt import Answer, Attempt, Passing
+from kvconnect.router.http.client_request import client_request
+from kvconnect.router.http.engine_call import (
+    EngineCall,
+    EngineFailed,
+    EngineResponse,
+    NotOffered,
+    Rejected,
+)
 from kvconnect.router.http.http_request import HttpError, HttpRequest
 from kvconnect.router.http.http_response import HttpResponse
-from kvconnect.router.http.journaled_stream import JournaledStream, StreamCut
+from kvconnect.router.http.journaled_stream import JournaledStream, StreamCut, StreamLeft
 from kvconnect.router.http.receipt_stream import ReceiptStream
 from kvconnect.router.http.refusals import refusal
 from kvconnect.router.http.renamed_stream import RenamedStream
 from kvconnect.router.http.reply import Reply
-from kvconnect.router.http.request_reader import ParsedRequest
 from kvconnect.router.http.response_writer import ResponseStream
 from kvconnect.router.http.services import Services
 from kvconnect.router.metrics import RequestOutcome
-from kvconnect.router.policy.choice import Mode, RoutingChoice
+from kvconnect.router.policy.choice import RoutingChoice
+from kvconnect.router.policy.leaving import AfterDrain, stays
 from kvconnect.router.policy.no_choice import Unserved
 from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import Api
 from kvconnect.router.requests.continuation import AfterLoss, terms_of
-from kvconnect.router.requests.disaggregation import asked_disaggregation
-from kvconnect.router.requests.fields import Permissions
 from kvconnect.router.requests.retries import REFUSED_S, Withheld
 
 logger = logging.getLogger(__name__)
 
-_SESSION = "x-session-id"
-_FORWARDED = ("X-Request-Id", "traceparent", "tracestate")
-_AUTHORIZATION, _PRIORITY = "Authorization", "X-Vllm-Priority"
 _DEADLY = (
     "two engines crashed within a minute while they worked on this request: it is refused for "
     f"{REFUSED_S / 60:.0f} minutes"
 )
+_NO_FAILURE = (NotOffered, StreamLeft)
 _new_id = partial(secrets.token_hex, 16)
 
 
@@ -78,6 +79,7 @@ class Exchange:
         self._prefix: PromptPrefix | None = None  # of what the engines are asked
         self._journaled: JournaledStream | None = None
         self._unjournaled: AfterLoss | None = None  # why a stream is not, where others are
+        self._left = contextlib.ExitStack()  # keeps a drained engine until another one goes on
 
     async def serve(self) -> HttpResponse | None:
         """Return the response; None: it has been sent. The client's disconnect cancels this and
@@ -96,6 +98,7 @@ class Exchange:
             return None
         finally:
             self._reply.close()
+            self._left.close()
             choice = self._reply.choice
             chosen = None if choice is None else (choice.mode, choice.reason)
             self._services.metrics.request(chosen, self._outcome)
@@ -116,7 +119,7 @@ class Exchange:
                 )
                 turn = services.admission.enter(client, self._tenant.weight)
                 async with self._spans.queue_wait(turn):
-                    request = self._read(asked)
+                    request = client_request(services, self._request, asked, self._api, self._turn)
                     self._prefix = asked.prefix
                     self._journal(request, room)
                     decision = Decision(request, services.rules, services.retries, _new_id)
@@ -152,40 +155,6 @@ class Exchange:
         else:
             self._journaled = JournaledStream(services, self._reply, request, found, room)
 
-    def _read(self, asked: ParsedRequest) -> ClientRequest:
-        """Return what is decided about: the parsed request, with what is known beside its body."""
-        services, prompt, headers = self._services, asked.prompt, self._request.headers
-        listening = services.options.listening
-        base = asked.prefix is not None and services.fleet.is_base(prompt.model)
-        retain_s = min(prompt.retention_s, listening.retention_s)
-        return ClientRequest(
-            self._api,
-            asked.body,
-            prompt,
-            self._turn,
-            draw=random.random(),
-            session=headers.get(_SESSION, "") or prompt.session,
-            hits=services.caches.hits(asked.prefix, base=base),
-            headers=self._forwarded(headers),
-            permissions=Permissions(
-                listed_only=bool(listening.api_keys),
-                named=listening.pass_fields,
-                priority=self._tenant.priority,
-            ),
-            hints={CacheHint.RETAIN.value: retain_s} if retain_s else {},
-            disaggregate=asked_disaggregation(headers) if self._tenant.disaggregate else None,
-        )
-
-    def _forwarded(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the client's headers that engines get."""
-        names = list(_FORWARDED)
-        if self._services.options.listening.forward_authorization:
-            names.append(_AUTHORIZATION)
-        if self._tenant.priority:
-            names.append(_PRIORITY)
-        given = ((name, headers.get(name.lower())) for name in names)
-        return {name: value for name, value in given if value is not None}
-
     async def _attempts(self, decision: Decision, room: BodyAllocation) -> HttpResponse | None:
         """Try pairs of engines until one answers; return an answer that is still to be sent.
 
@@ -210,7 +179,7 @@ class Exchange:
                         raise failure
                     self._outcome = RequestOutcome.FAILED
                     return self._reply.error(503, decision.explain(view))
-                if isinstance(failure, EngineFailed):
+                if isinstance(failure, EngineFailed) and not isinstance(failure, _NO_FAILURE):
                     services.metrics.retry(failure.role, failure.cause)
                 self._reply.choice = choice
                 services.metrics.chosen(choice)
@@ -243,7 +212,7 @@ class Exchange:
                 if self._reply.stream is not None and not answer.call.streams:
                     raise answer.call.fail("answered without a stream")
                 if answer.call.streams or not answer.call.ended:
-                    await self._stream(answer, choice.mode, decision)
+                    await self._stream(answer, choice, decision)
                 else:
                     response = self._whole(answer, attempt)
                 attempt.completed = self._outcome in (RequestOutcome.OK, RequestOutcome.CONTINUED)
@@ -256,9 +225,10 @@ class Exchange:
 
     def _try_again(self, error: EngineFailed, decision: Decision, choice: RoutingChoice) -> bool:
         """Note how an attempt failed; return whether another one follows."""
-        # As text: who keeps log records must not keep the error's frames.
-        logger.warning("attempt to %s failed: %s", choice.mode.value, str(error))
-        self._services.fleet.recheck(choice)
+        if not isinstance(error, NotOffered):
+            # As text: who keeps log records must not keep the error's frames.
+            logger.warning("attempt to %s failed: %s", choice.mode.value, str(error))
+            self._services.fleet.recheck(choice)
         retry = decision.failed(
             choice, error.role, error.cause, crashed=error.crashed, now=time.monotonic()
         )
@@ -288,24 +258,22 @@ class Exchange:
         if not self._deadline.expired():
             self._deadline.reschedule(None)
 
-    async def _stream(self, answer: Answer, mode: Mode, decision: Decision) -> None:
+    async def _stream(self, answer: Answer, choice: RoutingChoice, decision: Decision) -> None:
         """Pass a stream, or a long answer, on as it arrives.
 
         Raises:
-            StreamCut: its engine was lost, and it is journaled.
+            StreamCut: its engine was lost or is drained, and it is journaled.
         """
         call, first, passing = answer
-        stream = self._begun(call, mode)
+        stream = self._begun(call, choice)
         self._no_deadline()
         try:
             await passing.write(first)
             _check(passing, call, ended=False)
-            async for chunk in call.chunks(passing):
-                if passing is self._reply:
-                    await self._reply.write(chunk, last=call.ended)
-                else:  # something may follow
-                    await passing.write(chunk)
-                    _check(passing, call, ended=False)
+            if isinstance(passing, JournaledStream):
+                await self._journaled_rest(call, passing, choice, decision)
+            else:
+                await self._rest(call, passing)
             if isinstance(passing, ReceiptStream):
                 self._spans.receipt(await passing.end())
             elif isinstance(passing, RenamedStream):
@@ -314,6 +282,8 @@ class Exchange:
             await stream.end()
             going_on = self._journaled is not None and self._journaled.continued
             self._outcome = RequestOutcome.CONTINUED if going_on else RequestOutcome.OK
+        except StreamLeft:
+            raise
         except EngineFailed as error:
             if error.crashed:
                 decision.crashed(error.crashed, time.monotonic())
@@ -324,17 +294,46 @@ class Exchange:
         except ConnectionError:  # the client disconnected
             logger.debug("a client of %s left", self._request.path)
 
-    def _begun(self, call: EngineCall, mode: Mode) -> ResponseStream:
+    async def _rest(self, call: EngineCall, passing: Passing) -> None:
+        """Pass the rest of a stream on."""
+        async for chunk in call.chunks(passing):
+            if passing is self._reply:
+                await self._reply.write(chunk, last=call.ended)
+            else:  # something may follow
+                await passing.write(chunk)
+                _check(passing, call, ended=False)
+
+    async def _journaled_rest(
+        self, call: EngineCall, passing: JournaledStream, choice: RoutingChoice, decision: Decision
+    ) -> None:
+        """Pass the rest of a journaled stream on, which leaves an engine that is drained.
+
+        Raises:
+            StreamLeft: it does.
+        """
+        with contextlib.ExitStack() as told:
+            if not stays(choice):
+                told.enter_context(call.engine.told_of_drain(call.interrupt))
+            while True:
+                try:
+                    return await self._rest(call, passing)
+                except Interrupted:
+                    if passing.may_leave(decision, choice):
+                        self._left.enter_context(call.engine.awaited())
+                        raise StreamLeft(call.engine.url) from None
+                    self._services.metrics.count("drained_streams", AfterDrain.STAYED.value)
+
+    def _begun(self, call: EngineCall, choice: RoutingChoice) -> ResponseStream:
         """Return the client's stream, which begins with the first engine's."""
         if self._reply.began:
             assert self._reply.stream is not None, "it has begun"
             assert self._journaled is not None, "only such a stream has a further engine"
-            self._journaled.continued += 1
-            self._services.metrics.count("lost_streams", AfterLoss.CONTINUED.value)
+            self._left.close()
+            self._services.metrics.count(*self._journaled.goes_on_at(choice))
             self._spans.continued()
             return self._reply.stream
         if call.streams:
-            self._services.metrics.first_byte(mode, time.monotonic() - self._received_at)
+            self._services.metrics.first_byte(choice.mode, time.monotonic() - self._received_at)
         self._spans.first_byte()
         return self._reply.begin(call.content_type, call.headers)
 
@@ -344,8 +343,10 @@ class Exchange:
         """Return whether attempts shall continue a stream that was cut; if not, it has ended."""
         journaled, limits = self._journaled, self._services.options.limits
         assert journaled is not None and self._reply.stream is not None, "it has been cut"
-        logger.warning("a stream of %s was cut: %s", self._request.path, str(error))
-        self._services.fleet.recheck(choice)
+        drained = isinstance(error, StreamLeft)
+        if not drained:
+            logger.warning("a stream of %s was cut: %s", self._request.path, str(error))
+            self._services.fleet.recheck(choice)
         if journaled.journal.finished:  # only its end is missing
             self._services.metrics.count("lost_streams", AfterLoss.CONTINUED.value)
             with contextlib.suppress(ConnectionError):
@@ -357,7 +358,7 @@ class Exchange:
             now = asyncio.get_running_loop().time()
             self._deadline.reschedule(now + limits.timeout_s)
         await journaled.settle(choice)
-        if (reason := journaled.go_on(decision, choice)) is not None:
+        if (reason := journaled.go_on(decision, choice, drained=drained)) is not None:
             await self._break_off(str(error), RequestOutcome.BROKEN, reason)
             return False
         self._prefix = journaled.prefix
@@ -375,12 +376,7 @@ class Exchange:
         await self._reply.break_off(message)
 
 
-def _check(
-    passing: Reply | ReceiptStream | RenamedStream | JournaledStream,
-    call: EngineCall,
-    *,
-    ended: bool,
-) -> None:
+def _check(passing: Passing, call: EngineCall, *, ended: bool) -> None:
     """Raise :class:`EngineFailed` if what an engine has sent is no stream to continue with."""
     if isinstance(passing, JournaledStream) and (why := passing.unusable(ended=ended)):
         raise call.fail(why)

@@ -13,11 +13,17 @@ from kvconnect.router.http.reply import Reply
 from kvconnect.router.http.services import Services
 from kvconnect.router.policy.choice import RoutingChoice
 from kvconnect.router.policy.fleet_view import EngineKind, Role
+from kvconnect.router.policy.leaving import after_drain
 from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import text_ends
 from kvconnect.router.requests.apis import COMPLETIONS
 from kvconnect.router.requests.body import Body, prefix_of, prompt_of
-from kvconnect.router.requests.continuation import AfterLoss, StreamTerms, continuation_body
+from kvconnect.router.requests.continuation import (
+    AfterLoss,
+    StreamTerms,
+    continuation_body,
+    tokens_left,
+)
 from kvconnect.router.requests.journal import StreamJournal
 
 _MOST_DOUBTS = 4  # questions about where text ends
@@ -27,6 +33,13 @@ _OF_VLLM = COMPLETIONS._replace(kinds=COMPLETIONS.kinds - {EngineKind.SGLANG})
 
 class StreamCut(EngineFailed):
     """The decode engine of a journaled stream was lost, after the stream's first event."""
+
+
+class StreamLeft(StreamCut):
+    """A journaled stream leaves its decode engine, which is drained. That is no failure."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(Role.DECODE, "error", f"decode engine {url} is drained")
 
 
 class JournaledStream:
@@ -49,7 +62,8 @@ class JournaledStream:
         """``room``: where the memory of the journal is taken."""
         self._services, self._reply, self._room = services, reply, room
         self._request, self._terms = request, terms
-        self._left = services.options.continuations
+        self._left = services.options.continuations  # after losses
+        self._drained = False  # the last engine was not lost
         self._sent = 0  # characters, when the last engine began
         self.journal = StreamJournal(terms, self._take)
         self.continued = 0
@@ -106,27 +120,52 @@ class JournaledStream:
             return None
         return text_ends.ends(said) if status == 200 else None
 
-    def go_on(self, decision: Decision, choice: RoutingChoice) -> AfterLoss | None:
-        """Have a decision's next attempts continue the stream, whose engine was lost; return why
-        that cannot be."""
-        journal = self.journal
+    def may_leave(self, decision: Decision, choice: RoutingChoice) -> bool:
+        """Return whether the stream can go on elsewhere than at the decode engine of a choice,
+        which is drained. If not, it does so there."""
+        journal, asked = self.journal, self._request._replace(api=_OF_VLLM)
+        if not journal.can_resume or not tokens_left(asked.body, self._terms, journal.generated):
+            return False
+        return decision.may_leave(self._services.fleet.view(), choice, asked)
+
+    def goes_on_at(self, choice: RoutingChoice) -> tuple[str, str]:
+        """Note that the stream goes on at the engines of a choice; return what counts it."""
+        self.continued += 1
+        if self._drained:
+            return "drained_streams", after_drain(choice).value
+        return "lost_streams", AfterLoss.CONTINUED.value
+
+    def go_on(
+        self, decision: Decision, choice: RoutingChoice, *, drained: bool
+    ) -> AfterLoss | None:
+        """Have a decision's next attempts continue the stream, whose engine was lost, or is
+        ``drained``; return why that cannot be."""
+        journal, self._drained = self.journal, drained
         further, self._sent = journal.sent > self._sent, journal.sent
         delivered = journal.resume()
         if delivered is None:
             return journal.prevented
-        if not self._left:
-            return AfterLoss.LIMIT
-        self._left -= 1
-        retry = decision.cut(choice, further=further, now=time.monotonic())
-        if retry.withheld is not None:
-            self._services.metrics.count("withheld_retries", retry.withheld.value)
-            return AfterLoss.WITHHELD
+        if not drained and (reason := self._lost(decision, choice, further=further)) is not None:
+            return reason
         prompt, generated = delivered
         body = continuation_body(self._request.body, self._terms, prompt, generated)
         if body is None:
             return AfterLoss.LENGTH
-        decision.go_on(self._rest(body), choice)
+        decision.go_on(self._rest(body), choice, drained=drained)
         return None
+
+    def _lost(
+        self, decision: Decision, choice: RoutingChoice, *, further: bool
+    ) -> AfterLoss | None:
+        """Count a loss; return why no other engine goes on after it."""
+        if not self._left:
+            return AfterLoss.LIMIT
+        self._left -= 1
+        retry = decision.cut(choice, further=further, now=time.monotonic())
+        if retry.withheld is None:
+            return None
+        self._services.metrics.count("withheld_retries", retry.withheld.value)
+        return AfterLoss.WITHHELD
 
     def _rest(self, body: Body) -> ClientRequest:
         """Return the request for the rest of the stream."""

@@ -30,6 +30,7 @@ from kvconnect.router.policy.ranking import (
     RankingJob,
     RankingPolicy,
     RankingReason,
+    candidates_of,
     pick,
 )
 from kvconnect.router.policy.rules import RoutingRules
@@ -67,6 +68,7 @@ class RoutingReason(StrEnum):
     ALONE = "alone"  # --disaggregate, or the client, says that nothing is handed off
     SOONER = "sooner"  # decode alone is expected to be sooner
     NO_HANDOFF = "no_handoff"  # no pair of engines is left that can hand off
+    DRAINED = "drained"  # a stream leaves an engine that is drained, or stays as it must
 
 
 MODES: tuple[tuple[Mode, RoutingReason], ...] = (
@@ -76,6 +78,7 @@ MODES: tuple[tuple[Mode, RoutingReason], ...] = (
     (Mode.PULL, RoutingReason.NO_STANDING_TICKET),
     (Mode.PULL, RoutingReason.CONNECTOR),
     (Mode.PULL, RoutingReason.PUSH_FAILED),
+    (Mode.PULL, RoutingReason.DRAINED),
     (Mode.BOOTSTRAP, RoutingReason.DEFAULT),
     (Mode.PLAIN, RoutingReason.MULTI),
     (Mode.PLAIN, RoutingReason.NO_TICKET),
@@ -84,6 +87,7 @@ MODES: tuple[tuple[Mode, RoutingReason], ...] = (
     (Mode.PLAIN, RoutingReason.ALONE),
     (Mode.PLAIN, RoutingReason.SOONER),
     (Mode.PLAIN, RoutingReason.NO_HANDOFF),
+    (Mode.PLAIN, RoutingReason.DRAINED),
 )
 """Every (mode, reason) pair that the router can report."""
 
@@ -123,6 +127,7 @@ class RoutingChoice(NamedTuple):
         prefill: None for a request that the decode engine serves alone.
         standing_ticket: the prefill engine's; empty unless the mode is push.
         handoff: whether the prompt is handed off, and why; None: it never could be.
+        prefill_role: whose numbers ``prefill`` has: decode's if a drained engine hands off.
     """
 
     mode: Mode
@@ -131,11 +136,12 @@ class RoutingChoice(NamedTuple):
     decode: TargetChoice
     standing_ticket: str = ""
     handoff: HandoffDecision | None = None
+    prefill_role: Role = Role.PREFILL
 
     @property
     def targets(self) -> dict[Role, Target]:
-        """The chosen target of each role."""
-        prefill = {} if self.prefill is None else {Role.PREFILL: self.prefill.target}
+        """The chosen targets, by the role whose numbers they have."""
+        prefill = {} if self.prefill is None else {self.prefill_role: self.prefill.target}
         return {**prefill, Role.DECODE: self.decode.target}
 
 
@@ -218,12 +224,12 @@ def choose(
     alone = request.decode_only or view.unified
     if alone and decode:
         reason = RoutingReason.API if request.decode_only else RoutingReason.UNIFIED
-        found = _choose_target(decode, request, Role.DECODE, rules)
+        found = choose_target(decode, request, Role.DECODE, rules)
         found = _with_source(found, decode, request.hits.get(Role.DECODE, {}))
         return RoutingChoice(Mode.PLAIN, reason, None, found)
     several = [] if request.single else [e for e in decode if e.kind is not EngineKind.SGLANG]
     if several:
-        found = _choose_target(several, request, Role.DECODE, rules)
+        found = choose_target(several, request, Role.DECODE, rules)
         return RoutingChoice(Mode.PLAIN, RoutingReason.MULTI, None, found)
     if alone or request.sampled:
         return None
@@ -252,7 +258,7 @@ def _choose_way(
     if rule is Disaggregate.ALWAYS:
         return pair and pair._replace(handoff=HandoffDecision(True, why))
     kept = [engine for engine in decode if engine.index == request.keep]
-    found = _choose_target(kept or decode, request, Role.DECODE, rules)
+    found = choose_target(kept or decode, request, Role.DECODE, rules)
     found = _with_source(found, decode, request.hits.get(Role.DECODE, {}))
     alone = RoutingChoice(Mode.PLAIN, RoutingReason.ALONE, None, found)
     if rule is Disaggregate.NEVER:
@@ -319,11 +325,11 @@ def _choose_pair(
     if group.turn != request.turn:  # there are several groups
         request = request._replace(turn=group.turn)
     warm = [engine for engine in group.prefill if engine.index == request.warm]
-    prefill = _choose_target(warm or group.prefill, request, Role.PREFILL, rules)
+    prefill = choose_target(warm or group.prefill, request, Role.PREFILL, rules)
     prefill = _with_source(prefill, group.prefill, request.hits.get(Role.PREFILL, {}))
     engine = next(e for e in group.prefill if e.index == prefill.target.engine)
     partners = [e for e in kept or group.decode if not engine.is_same(e)] or group.decode
-    decode = _choose_target(partners, request, Role.DECODE, rules)
+    decode = choose_target(partners, request, Role.DECODE, rules)
     standing_ticket = engine.standing_ticket(prefill.target.rank)
     mode, reason = _handover_mode(engine.kind, standing_ticket, request.tokens, rules)
     if mode is Mode.PUSH and failed.pushed is not None:
@@ -332,7 +338,7 @@ def _choose_pair(
     return RoutingChoice(mode, reason, prefill, decode, ticket)
 
 
-def _choose_target(
+def choose_target(
     engines: Sequence[EngineView], request: RoutedRequest, role: Role, rules: RoutingRules
 ) -> TargetChoice:
     """Return the target for one role. Policies that ignore loads choose an engine first."""
@@ -348,10 +354,10 @@ def _choose_target(
             RankingPolicy.LEAST_TOKENS if rules.dp_minimum_tokens else RankingPolicy.ROUND_ROBIN
         )
         turn = job.turn // len(engines)
-        found = pick(within, _candidates([engine], hits), job._replace(turn=turn))
+        found = pick(within, candidates_of([engine], hits), job._replace(turn=turn))
         found = Pick(found.candidate, picked.why)
     else:
-        found = pick(policy, _candidates(engines, hits), job)
+        found = pick(policy, candidates_of(engines, hits), job)
     target = found.candidate.target
     hit = hits.get(target, CacheHit())
     tokens, loading = max(0, request.tokens - hit.tokens), round(hit.tokens - hit.worth)
@@ -374,14 +380,6 @@ def _with_source(
     readable, _, ticket = max(tickets.values())
     more = readable - chosen.hit >= SOURCE_MIN_TOKENS
     return chosen._replace(source=ticket) if more else chosen
-
-
-def _candidates(engines: Sequence[EngineView], hits: Mapping[Target, CacheHit]) -> list[Candidate]:
-    return [
-        Candidate(target, load, engine.name, hits[target].worth if target in hits else 0.0)
-        for engine in engines
-        for target, load in engine.targets()
-    ]
 
 
 def _handover_mode(

@@ -65,6 +65,7 @@ class EngineView:
         proven: a probe has moved KV from or to it. Others are a last resort.
         share_tickets: by rank, as ``standing_tickets``; of engines that others may read from.
         times: what its prompts took.
+        drained: it answers, and is being drained.
     """
 
     index: int
@@ -79,6 +80,7 @@ class EngineView:
     proven: bool = False
     share_tickets: tuple[str | None, ...] = ()
     times: PromptTimes = NOTHING_KNOWN
+    drained: bool = False
 
     def is_same(self, other: EngineView) -> bool:
         """Whether both are one server, in two roles."""

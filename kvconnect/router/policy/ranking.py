@@ -6,12 +6,13 @@ so unknown is never idle. Equal targets take turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple
 
-from kvconnect.router.policy.fleet_view import Target, TargetLoad
+from kvconnect.router.policy.fleet_view import EngineView, Target, TargetLoad
+from kvconnect.router.policy.prefixes import CacheHit
 
 _SPILL_FACTOR = 1.25  # of the mean load: above it, a session's request goes elsewhere
 
@@ -40,6 +41,7 @@ class RankingReason(StrEnum):
     STICKY = "sticky"
     SPILLED = "spilled"  # the session's target was too busy
     NO_SESSION = "no_session"  # the request names no session: least tokens
+    DRAINED = "drained"  # it is drained, and has the blocks of the stream that leaves it
 
 
 class Candidate(NamedTuple):
@@ -77,6 +79,17 @@ class Pick(NamedTuple):
 
     candidate: Candidate
     why: RankingReason
+
+
+def candidates_of(
+    engines: Sequence[EngineView], hits: Mapping[Target, CacheHit]
+) -> list[Candidate]:
+    """Return the targets of engines; ``hits``: what they have cached."""
+    return [
+        Candidate(target, load, engine.name, hits[target].worth if target in hits else 0.0)
+        for engine in engines
+        for target, load in engine.targets()
+    ]
 
 
 def pick(policy: RankingPolicy, candidates: Sequence[Candidate], job: RankingJob) -> Pick:

@@ -179,16 +179,11 @@ def continuation_body(
 ) -> dict[str, Any] | None:
     """Return the body of a completion that goes on after ``generated``, None if nothing is left to
     generate. ``prompt``: token ids of the client's prompt."""
-    done = len(generated)
+    done, most = len(generated), _most(body, terms)
+    if not tokens_left(body, terms, done):
+        return None
     asked = {name: value for name, value in body.items() if name in _CARRIED}
     asked["prompt"] = Raw(f"[{','.join(map(str, (*prompt, *generated)))}]".encode())
-    most = _number(body, "max_completion_tokens") if terms.chat else None
-    if most is None:
-        most = _number(body, "max_tokens")
-    if most is None and not terms.chat and "max_tokens" not in body:
-        most = _UNSAID_MAX_TOKENS
-    if most is not None and most <= done:
-        return None
     asked["max_tokens"] = most if most is None else most - done
     if least := _number(body, "min_tokens"):
         asked["min_tokens"] = max(0, least - done)
@@ -196,6 +191,22 @@ def continuation_body(
         # With the same seed, the tokens would be drawn as those at the answer's beginning were.
         asked["seed"] = (seed + done) % 2**63
     return asked
+
+
+def tokens_left(body: Body, terms: StreamTerms, done: int) -> bool:
+    """Return whether anything is left to generate after so many tokens."""
+    most = _most(body, terms)
+    return most is None or most > done
+
+
+def _most(body: Body, terms: StreamTerms) -> int | None:
+    """Return the limit of a request's answer."""
+    most = _number(body, "max_completion_tokens") if terms.chat else None
+    if most is None:
+        most = _number(body, "max_tokens")
+    if most is None and not terms.chat and "max_tokens" not in body:
+        most = _UNSAID_MAX_TOKENS
+    return most
 
 
 def _prevented(name: str, raw: bytes) -> AfterLoss | None:

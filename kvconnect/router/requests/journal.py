@@ -93,6 +93,17 @@ class StreamJournal:
             passed.append(self._event(event))
         return b"".join(passed)
 
+    @property
+    def generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._ids)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether :meth:`resume` would tell it, and there is anything to continue."""
+        known = self._head is not None and self._prompt and any(p.sure for p in self._usable())
+        return bool(known) and not (self.finished or self.broken or self.prevented)
+
     def resume(self) -> Delivered | None:
         """Return what the next engine has to continue, whose events follow; None, and why in
         ``prevented``, if it cannot be told."""
