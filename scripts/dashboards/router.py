@@ -87,6 +87,13 @@ _REQUESTS = PanelRow(
             about="continued: another engine went on. Else why none did; see --continue.",
         ),
         Panel(
+            "Streams whose decode engine was drained",
+            "reqps",
+            (Query(rate(router("drained_streams_total"), "result"), "{{result}}"),),
+            about="handed_off: from there to another engine. computed: by another engine, again. "
+            "stayed: it could not leave.",
+        ),
+        Panel(
             "Connections of clients that were refused",
             "reqps",
             (Query(rate(router("refused_connections_total"), "reason"), "{{reason}}"),),

@@ -1,0 +1,94 @@
+"""Streams of all kinds that threads read, and what their clients make of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tests.engines.models import prompt_tokens
+from tests.engines.server import Client
+
+NEW = 480  # tokens of an answer
+WELL_BEGUN = 8  # events
+TEXT = "Say something about the sea, and about the wind. "
+Ask = tuple[str, dict[str, Any]]
+
+
+def asked(number: int) -> Ask:
+    """Return the path and the body of a stream: of each API, with and without limits."""
+    common = {"model": "model", "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
+    common |= {"stream": True, "stream_options": {"include_usage": True}}
+    text = TEXT * (4 + number)
+    match number % 4:
+        case 0:
+            return "/v1/completions", common | {"prompt": prompt_tokens(100, start=50 * number)}
+        case 1:
+            return "/v1/completions", common | {"prompt": text, "stop": ["never said at all"]}
+        case 2:
+            return "/v1/completions", common | {"prompt": text, "return_token_ids": True}
+    return "/v1/chat/completions", common | {"messages": [{"role": "user", "content": text}]}
+
+
+@dataclass
+class Streamed(threading.Thread):
+    """A stream that a thread reads."""
+
+    client: Client
+    ask: Ask
+    events: list[dict[str, Any]] = field(default_factory=list)
+    whole: bool = False
+    decode: int = -1
+    """Number of the engine that begins it."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.start()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def run(self) -> None:
+        with self.client.open(*self.ask) as reply:
+            self.decode = int(reply.headers["X-KVConnect-Decode"])
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    self.events.append(json.loads(line[6:]))
+                self.whole = self.whole or line == b"data: [DONE]\n"
+
+    @property
+    def error(self) -> str:
+        return "".join(event["error"]["message"] for event in self.events if "error" in event)
+
+
+class Said(NamedTuple):
+    """What a client makes of a stream."""
+
+    text: str
+    ids: list[int]
+    roles: list[str]
+    ends: list[str]
+    usage: list[tuple[int, int, int]]
+    heads: int
+
+
+def said(stream: Streamed) -> Said:
+    stream.join()
+    assert stream.whole and not stream.error, stream.error
+    choices = [choice for event in stream.events for choice in event["choices"]]
+    texts = [c["delta"].get("content") if "delta" in c else c["text"] for c in choices]
+    usage = [event["usage"] for event in stream.events if event.get("usage")]
+    heads = {(e["id"], e["object"], e["created"], e["model"]) for e in stream.events}
+    return Said(
+        "".join(filter(None, texts)),
+        [id for choice in choices for id in choice.get("token_ids") or ()],
+        [c["delta"]["role"] for c in choices if c.get("delta", {}).get("role")],
+        [c["finish_reason"] for c in choices if c["finish_reason"]],
+        [(u["prompt_tokens"], u["completion_tokens"], u["total_tokens"]) for u in usage],
+        len(heads),
+    )
+
+
+def well_begun(stream: Streamed) -> bool:
+    return len(stream.events) > WELL_BEGUN
