@@ -1,7 +1,8 @@
 """Two prefill engines, two decode engines and a router, with something breaking every few seconds.
 
-Clients keep asking for prompts whose tokens are known from a single engine. Every answer must be
-those tokens or one clean error, every request must end, and afterwards no engine may hold a block.
+Clients keep asking for prompts whose tokens are known from a single engine, half of them for
+streams, which the router continues. Every answer must be those tokens or one clean error, every
+request must end, and afterwards no engine may hold a block.
 
     python -m benchmarks.chaos [--minutes 10] [--seed 1]
 """
@@ -32,13 +33,14 @@ from typing import Any
 from benchmarks.common import emit, progress
 from benchmarks.settings import chosen
 from tests.engines.models import prompt_tokens
-from tests.engines.server import Process, Router, Server, kv_transfer
+from tests.engines.server import Process, Router, Server, StreamBroken, kv_transfer
 from tests.servers import free_port
 
 MODEL = "llama"
 PROMPTS = 24
-NEW = 12
-CLIENTS = 3
+NEW, STREAMED_NEW = 12, 96  # tokens of a whole answer, and of a stream
+CLIENTS = 4  # every other one asks for streams
+CONTINUED = 3  # times that a stream may lose its engine
 THINK_S = 0.3  # between two requests of a client
 DEADLINE_S = 8.0  # of a transfer; short, so that cuts longer than it fit in
 REQUEST_LIMIT_S = 120.0  # nothing that a client asks may take longer
@@ -92,9 +94,16 @@ def prompts() -> list[list[int]]:
     return [prompt_tokens(length(number), start=1300 * number) for number in range(PROMPTS)]
 
 
-def client(fleet: Fleet, want: list[tuple[int, ...]], tally: Tally, stop: threading.Event) -> None:
-    """Ask for prompts in random order until told to stop."""
-    asked = prompts()
+def client(
+    fleet: Fleet,
+    want: list[tuple[int, ...]],
+    tally: Tally,
+    stop: threading.Event,
+    *,
+    streams: bool,
+) -> None:
+    """Ask for prompts in random order until told to stop. ``want``: their longest answers."""
+    asked, new = prompts(), STREAMED_NEW if streams else NEW
     while not stop.wait(THINK_S):
         number = random.randrange(PROMPTS)
         if random.random() < 0.1:
@@ -102,8 +111,13 @@ def client(fleet: Fleet, want: list[tuple[int, ...]], tally: Tally, stop: thread
             continue
         started = time.monotonic()
         try:
-            found = fleet.router.complete(asked[number], NEW).tokens
-            tally.note("right" if found == want[number] else "wrong")
+            if streams:
+                found = fleet.router.stream(asked[number], new)[1].tokens
+            else:
+                found = fleet.router.complete(asked[number], new).tokens
+            tally.note("right" if found == want[number][:new] else "wrong")
+        except StreamBroken as error:
+            tally.note("error", str(error))
         except urllib.error.HTTPError as error:
             error.close()
             tally.note("error", f"HTTP {error.code}")
@@ -223,7 +237,8 @@ def start(stack: ExitStack, key_file: str) -> Fleet:
     for each in prefill + decode:
         stack.enter_context(each)
         yield_cores(each)
-    router = stack.enter_context(Router(prefill, decode, ("--timeout", "60")))
+    flags = ("--timeout", "60", "--continue", str(CONTINUED))
+    router = stack.enter_context(Router(prefill, decode, flags))
     return Fleet(prefill, decode, router)
 
 
@@ -261,15 +276,20 @@ def leaked(server: Server) -> float:
 def run(minutes: float, stack: ExitStack) -> dict[str, float]:
     progress("tokens of a single engine")
     with Server(MODEL, blocks=256) as plain:
-        want = [plain.complete(prompt, NEW).tokens for prompt in prompts()]
-    assert len(set(want)) > PROMPTS / 2, "prompts must be told apart by their answers"
+        want = [plain.complete(prompt, STREAMED_NEW).tokens for prompt in prompts()]
+    assert len({tokens[:NEW] for tokens in want}) > PROMPTS / 2, (
+        "prompts must be told apart by their answers"
+    )
     key = Path(stack.enter_context(tempfile.TemporaryDirectory()), "key")
     key.write_text("a key for one run of this benchmark")
     progress("starting 2 prefill engines, 2 decode engines and a router")
     fleet = start(stack, str(key))
     tally, stop = Tally(), threading.Event()
     clients = [
-        threading.Thread(target=client, args=(fleet, want, tally, stop)) for _ in range(CLIENTS)
+        threading.Thread(
+            target=client, args=(fleet, want, tally, stop), kwargs={"streams": bool(number % 2)}
+        )
+        for number in range(CLIENTS)
     ]
     for thread in clients:
         thread.start()
@@ -282,6 +302,7 @@ def run(minutes: float, stack: ExitStack) -> dict[str, float]:
     stuck = sum(thread.is_alive() for thread in clients)
     blocks = sum(leaked(server) for server in fleet.engines)
     answered = sum(tally.outcomes.values()) - tally.outcomes["given up"]
+    alive = answered - tally.outcomes["broken"]  # requests during which the router lived
     retries = fleet.router.metric("kvconnect_router_retries_total")
     progress(f"faults: {dict(done)}\nerrors: {dict(tally.errors)}")
     return {
@@ -289,6 +310,7 @@ def run(minutes: float, stack: ExitStack) -> dict[str, float]:
         "faults": done.total(),
         "requests": answered,
         "right": tally.outcomes["right"],
+        "served_share": tally.outcomes["right"] / max(1, alive),
         "clean_errors": tally.outcomes["error"],
         "router_killed_meanwhile": tally.outcomes["broken"],
         "given_up": tally.outcomes["given up"],

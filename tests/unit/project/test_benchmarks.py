@@ -86,6 +86,7 @@ def test_chaos(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("chaos", "--minutes", "0.01", **every)
     assert found["faults"] > 0
     assert found["right"] > 0 == found["wrong_tokens"]
+    assert 0 < found["served_share"] <= 1
 
 
 @pytest.mark.smokes("serve")

@@ -43,6 +43,7 @@ NAMES = st.sampled_from(
         ({"drop": True, "demote": False}, PromptHints(release=CacheHint.DROP), ()),
         ({"drop": True, "demote": True}, PromptHints(release=CacheHint.DROP), (CONFLICT,)),
         ({"drop": True, "retain": 1}, PromptHints(retain_s=1.0), (CONFLICT,)),
+        ({"pin": 60, "if_able": True}, PromptHints(60.0), ()),
         ({"pin": 60, "hold": 1, "fetch": True}, PromptHints(60.0), (UNKNOWN,)),
         ({"prefetch": True, "tokens": 7}, PromptHints(tokens=7, prefetch=True), ()),
         ({"prefetch": True, "pin": 60}, PromptHints(60.0, prefetch=True), ()),
