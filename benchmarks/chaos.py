@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.common import emit, progress
 from benchmarks.settings import chosen
 from tests.engines.models import prompt_tokens
-from tests.engines.server import Process, Router, Server, StreamBroken, kv_transfer
+from tests.engines.server import Process, Router, Server, StreamBroken, events, kv_transfer
 from tests.servers import free_port
 
 MODEL = "llama"
@@ -112,7 +112,7 @@ def client(
         started = time.monotonic()
         try:
             if streams:
-                found = fleet.router.stream(asked[number], new)[1].tokens
+                found = streamed(fleet.router, asked[number], new)
             else:
                 found = fleet.router.complete(asked[number], new).tokens
             tally.note("right" if found == want[number][:new] else "wrong")
@@ -129,6 +129,21 @@ def client(
             time.sleep(0.2)
         if time.monotonic() - started > REQUEST_LIMIT_S:
             tally.note("hung")
+
+
+def streamed(router: Router, prompt: list[int], new: int) -> tuple[int, ...]:
+    """Return the tokens of a stream.
+
+    Raises:
+        StreamBroken: it ends with an error.
+        IncompleteRead: it breaks off, which ``http.client`` takes for its end.
+    """
+    with router.open("/v1/completions", router.body(prompt, new, stream=True)) as reply:
+        lines = list(reply)
+    choices = [choice for chunk in events(lines) for choice in chunk["choices"]]
+    if b"data: [DONE]\n" not in lines:
+        raise http.client.IncompleteRead(b"")
+    return tuple(token for choice in choices for token in choice["token_ids"] or ())
 
 
 def give_up(router: Router, prompt: list[int], tally: Tally) -> None:
