@@ -215,6 +215,7 @@ def measure_transfers() -> dict[str, float]:
 
 def measure_router(endpoint: str) -> dict[str, float]:
     """Return the microseconds that a request's spans cost the router."""
+    from kvconnect.router.http.http_request import HttpRequest, RequestContent
     from kvconnect.router.metrics import CallOutcome, RequestOutcome
     from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
     from kvconnect.router.policy.fleet_view import Role, Target
@@ -228,9 +229,7 @@ def measure_router(endpoint: str) -> dict[str, float]:
         SimpleNamespace(role=role, base=base, url="http://10.0.0.1:8000") for role in Role
     ]
     headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
-    request: Any = SimpleNamespace(
-        method="POST", path="/v1/completions", scheme="http", headers=headers
-    )
+    request = HttpRequest("POST", "/v1/completions", headers, RequestContent(lambda: None))
 
     def requests(spans: RouterSpans) -> None:
         for _ in range(REPEAT // 10):
