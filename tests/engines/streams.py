@@ -90,5 +90,6 @@ def said(stream: Streamed) -> Said:
     )
 
 
-def well_begun(stream: Streamed) -> bool:
-    return len(stream.events) > WELL_BEGUN
+def in_the_middle(stream: Streamed) -> bool:
+    """Whether a stream has begun, and is far from its end."""
+    return WELL_BEGUN < len(stream.events) < NEW // 2 and not stream.whole

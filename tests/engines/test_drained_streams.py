@@ -13,7 +13,7 @@ from tests.engines.models import BLOCK_SIZE
 from tests.engines.pd import decode_config, refused, side_by_side
 from tests.engines.ranks import until
 from tests.engines.server import Router, Server, kv_transfer
-from tests.engines.streams import Ask, Said, Streamed, asked, said, well_begun
+from tests.engines.streams import Ask, Said, Streamed, asked, in_the_middle, said
 from tests.servers import free_port
 
 STREAMS = 8
@@ -94,7 +94,7 @@ def run(fleet: Fleet, victim: Server, *, kill: bool = False) -> Run:
     its = numbers[victim.url]
 
     def one_is_open() -> bool:
-        return any(s.decode == its and well_begun(s) and not s.whole for s in streams)
+        return any(s.decode == its and in_the_middle(s) for s in streams)
 
     until(one_is_open, "a stream of the engine")
     if kill:

@@ -329,7 +329,7 @@ class Exchange:
             assert self._reply.stream is not None, "it has begun"
             assert self._journaled is not None, "only such a stream has a further engine"
             self._left.close()
-            self._services.metrics.count(*self._journaled.goes_on_at(choice))
+            self._journaled.goes_on_at(choice)
             self._spans.continued()
             return self._reply.stream
         if call.streams:

@@ -128,12 +128,14 @@ class JournaledStream:
             return False
         return decision.may_leave(self._services.fleet.view(), choice, asked)
 
-    def goes_on_at(self, choice: RoutingChoice) -> tuple[str, str]:
-        """Note that the stream goes on at the engines of a choice; return what counts it."""
+    def goes_on_at(self, choice: RoutingChoice) -> None:
+        """Count that the stream goes on at the engines of a choice."""
         self.continued += 1
+        count = self._services.metrics.count
         if self._drained:
-            return "drained_streams", after_drain(choice).value
-        return "lost_streams", AfterLoss.CONTINUED.value
+            count("drained_streams", after_drain(choice).value)
+        else:
+            count("lost_streams", AfterLoss.CONTINUED.value)
 
     def go_on(
         self, decision: Decision, choice: RoutingChoice, *, drained: bool
