@@ -153,8 +153,7 @@ class RouterApp:
         if origins:
             request.more_headers = cross_origin.answer_headers(headers.get("origin", ""), origins)
         request.tenant = self._tenants.find(_api_key(headers), request.remote)
-        asked_beforehand = cross_origin.is_preflight(request.method, headers)
-        if request.tenant is None and not (request.path in _PUBLIC_PATHS or asked_beforehand):
+        if request.tenant is None and not _needs_no_key(request):
             text = "send the header Authorization: Bearer <API key>, or x-api-key: <API key>"
             return error_response(request.path, 401, text)
         if origins and request.method == "OPTIONS":
@@ -322,6 +321,11 @@ async def _at_own_address(
         yield
     finally:
         await runner.cleanup()
+
+
+def _needs_no_key(request: HttpRequest) -> bool:
+    preflight = cross_origin.is_preflight(request.method, request.headers)
+    return request.path in _PUBLIC_PATHS or preflight
 
 
 def _api_key(headers: Mapping[str, str]) -> str:
