@@ -146,6 +146,14 @@ class BodyAllocation:
             self.taken += size
             self._bodies.taken(self, size)
 
+    def try_take(self, size: int) -> bool:
+        """Take ``size`` more bytes if they are left; return whether they were."""
+        try:
+            self.take(size)
+        except Busy:
+            return False
+        return True
+
     @contextmanager
     def arriving(self, reader: asyncio.Task[Any] | None) -> Iterator[None]:
         """Mark the body as incomplete for the block: eviction cancels ``reader``."""

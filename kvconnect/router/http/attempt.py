@@ -22,7 +22,7 @@ from kvconnect.router.http.renamed_stream import RenamedStream
 from kvconnect.router.http.reply import Reply
 from kvconnect.router.http.services import Services
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
-from kvconnect.router.policy.fleet_view import EngineKind, Role
+from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.tracing import RequestSpans
 
@@ -69,10 +69,7 @@ class Attempt:
         self._streams_receipt = decision.streams_receipt
         self._streamed = decision.streamed
         self._journaled = journaled
-        engines = self._chosen_engines(choice)
-        if engines.decode.kind is EngineKind.SGLANG:
-            self._journaled = None
-        self.legs = decision.legs(choice, engines)
+        self.legs = decision.legs(choice, self._chosen_engines(choice))
         for name in self.legs.dropped:
             services.metrics.count("dropped_fields", name)
         self.completed = False
@@ -160,7 +157,7 @@ class Attempt:
     async def _begin(self, call: EngineCall, receipt: bool | str) -> bytes:
         """Return the first bytes of decode's answer; all of them if it is no stream, and not
         long or needed whole."""
-        ids = self._journaled is not None
+        ids = self._journaled is not None and self._journaled.journal.by_ids
         await call.open(self.legs.decode(receipt, ids=ids), self._overhead.written)
         if call.streams:
             return await call.first_event()

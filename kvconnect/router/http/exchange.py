@@ -39,12 +39,14 @@ from kvconnect.router.http.response_writer import ResponseStream
 from kvconnect.router.http.services import Services
 from kvconnect.router.metrics import RequestOutcome
 from kvconnect.router.policy.choice import RoutingChoice
+from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.policy.leaving import AfterDrain, stays
 from kvconnect.router.policy.no_choice import Unserved
 from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import Api
-from kvconnect.router.requests.continuation import AfterLoss, terms_of
+from kvconnect.router.requests.continuation import AfterLoss
+from kvconnect.router.requests.journals import Journaled, journal_of
 from kvconnect.router.requests.retries import REFUSED_S, Withheld
 
 logger = logging.getLogger(__name__)
@@ -121,11 +123,10 @@ class Exchange:
                 async with self._spans.queue_wait(turn):
                     request = client_request(services, self._request, asked, self._api, self._turn)
                     self._prefix = asked.prefix
-                    self._journal(request, room)
                     decision = Decision(request, services.rules, services.retries, _new_id)
                     if request.prompt.streamed:
                         self._reply.comment_after(services.options.limits.comment_s)
-                    return await self._attempts(decision, room)
+                    return await self._attempts(request, decision, room)
         except (Busy, HttpError, Refused, Unserved, Rejected, EngineFailed) as error:
             if not self._reply.began:
                 response, self._outcome = refusal(self._reply, error)
@@ -142,20 +143,25 @@ class Exchange:
         await self._reply.break_off(engine_bodies.message_of(response.body))
         return None
 
-    def _journal(self, request: ClientRequest, room: BodyAllocation) -> None:
-        """Have the answer journaled, if it is a stream that another engine can continue."""
+    def _journal(self, request: ClientRequest, choice: RoutingChoice, room: BodyAllocation) -> None:
+        """Have the answer of a choice's engines journaled, if it is a stream that others can
+        continue, and does not do so already."""
         services = self._services
-        if not (services.options.continuations and request.prompt.streamed):
+        if self._reply.began or not (services.options.continuations and request.prompt.streamed):
             return
-        found = terms_of(request.api, request.body, request.prompt)
-        if services.options.listening.receipts:
-            found = AfterLoss.RECEIPT
+        self._journaled = self._unjournaled = None
+        kind = services.fleet.get(Role.DECODE, choice.decode.target.engine).spec.kind
+        found: Journaled | AfterLoss = AfterLoss.RECEIPT
+        if not services.options.listening.receipts:
+            found = journal_of(kind, request.api, request.body, request.prompt, room.try_take)
         if isinstance(found, AfterLoss):
             self._unjournaled = found
         else:
-            self._journaled = JournaledStream(services, self._reply, request, found, room)
+            self._journaled = JournaledStream(services, self._reply, request, found)
 
-    async def _attempts(self, decision: Decision, room: BodyAllocation) -> HttpResponse | None:
+    async def _attempts(
+        self, request: ClientRequest, decision: Decision, room: BodyAllocation
+    ) -> HttpResponse | None:
         """Try pairs of engines until one answers; return an answer that is still to be sent.
 
         Raises:
@@ -181,6 +187,7 @@ class Exchange:
                     return self._reply.error(503, decision.explain(view))
                 if isinstance(failure, EngineFailed) and not isinstance(failure, _NO_FAILURE):
                     services.metrics.retry(failure.role, failure.cause)
+                self._journal(request, choice, room)
                 self._reply.choice = choice
                 services.metrics.chosen(choice)
                 services.caches.sent(choice.targets, self._prefix)
@@ -289,8 +296,7 @@ class Exchange:
                 decision.crashed(error.crashed, time.monotonic())
             if isinstance(passing, JournaledStream):
                 raise StreamCut(error.role, error.cause, str(error)) from None
-            reason = self._unjournaled if self._journaled is None else AfterLoss.ENGINE
-            await self._break_off(str(error), RequestOutcome.BROKEN, reason)
+            await self._break_off(str(error), RequestOutcome.BROKEN, self._unjournaled)
         except ConnectionError:  # the client disconnected
             logger.debug("a client of %s left", self._request.path)
 

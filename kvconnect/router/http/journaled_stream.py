@@ -7,7 +7,6 @@ from array import array
 
 from kvconnect.router.connections.http1 import ConnectionLost, Unreachable, request_head
 from kvconnect.router.decision import ClientRequest, Decision
-from kvconnect.router.http.admission import BodyAllocation, Busy
 from kvconnect.router.http.engine_call import EngineFailed
 from kvconnect.router.http.reply import Reply
 from kvconnect.router.http.services import Services
@@ -16,19 +15,12 @@ from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.leaving import after_drain
 from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import text_ends
-from kvconnect.router.requests.apis import COMPLETIONS
 from kvconnect.router.requests.body import Body, prefix_of, prompt_of
-from kvconnect.router.requests.continuation import (
-    AfterLoss,
-    StreamTerms,
-    continuation_body,
-    tokens_left,
-)
-from kvconnect.router.requests.journal import StreamJournal
+from kvconnect.router.requests.continuation import AfterLoss
+from kvconnect.router.requests.journals import Journaled
 
 _MOST_DOUBTS = 4  # questions about where text ends
 _ENDS_S = 2.0  # for an answer
-_OF_VLLM = COMPLETIONS._replace(kinds=COMPLETIONS.kinds - {EngineKind.SGLANG})
 
 
 class StreamCut(EngineFailed):
@@ -52,20 +44,14 @@ class JournaledStream:
     """
 
     def __init__(
-        self,
-        services: Services,
-        reply: Reply,
-        request: ClientRequest,
-        terms: StreamTerms,
-        room: BodyAllocation,
+        self, services: Services, reply: Reply, request: ClientRequest, journaled: Journaled
     ) -> None:
-        """``room``: where the memory of the journal is taken."""
-        self._services, self._reply, self._room = services, reply, room
-        self._request, self._terms = request, terms
+        self._services, self._reply = services, reply
+        self._request, self._api = request, journaled.api
         self._left = services.options.continuations  # after losses
         self._drained = False  # the last engine was not lost
-        self._sent = 0  # characters, when the last engine began
-        self.journal = StreamJournal(terms, self._take)
+        self._sent = 0  # so much, when the last engine began
+        self.journal = journaled.journal
         self.continued = 0
         self.prefix: PromptPrefix | None = None
 
@@ -123,8 +109,8 @@ class JournaledStream:
     def may_leave(self, decision: Decision, choice: RoutingChoice) -> bool:
         """Return whether the stream can go on elsewhere than at the decode engine of a choice,
         which is drained. If not, it does so there."""
-        journal, asked = self.journal, self._request._replace(api=_OF_VLLM)
-        if not journal.can_resume or not tokens_left(asked.body, self._terms, journal.generated):
+        asked = self._request._replace(api=self._api)
+        if not self.journal.can_leave(asked.body):
             return False
         return decision.may_leave(self._services.fleet.view(), choice, asked)
 
@@ -144,15 +130,11 @@ class JournaledStream:
         ``drained``; return why that cannot be."""
         journal, self._drained = self.journal, drained
         further, self._sent = journal.sent > self._sent, journal.sent
-        delivered = journal.resume()
-        if delivered is None:
-            return journal.prevented
+        body = journal.rest(self._request.body)
+        if isinstance(body, AfterLoss):
+            return body
         if not drained and (reason := self._lost(decision, choice, further=further)) is not None:
             return reason
-        prompt, generated = delivered
-        body = continuation_body(self._request.body, self._terms, prompt, generated)
-        if body is None:
-            return AfterLoss.LENGTH
         decision.go_on(self._rest(body), choice, drained=drained)
         return None
 
@@ -175,11 +157,4 @@ class JournaledStream:
         self.prefix = prefix_of(body) if services.caches.indexes else None
         base = self.prefix is not None and services.fleet.is_base(prompt.model)
         hits = services.caches.hits(self.prefix, base=base)
-        return self._request._replace(api=_OF_VLLM, body=body, prompt=prompt, hits=hits)
-
-    def _take(self, size: int) -> bool:
-        try:
-            self._room.take(size)
-        except Busy:
-            return False
-        return True
+        return self._request._replace(api=self._api, body=body, prompt=prompt, hits=hits)

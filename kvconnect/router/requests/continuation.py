@@ -33,7 +33,7 @@ class AfterLoss(StrEnum):
 
     CONTINUED = "continued"
     # The request
-    API = "api"  # its events have no token ids
+    API = "api"  # its events are not known
     PROMPTS = "prompts"  # several prompts or answers
     GRAMMAR = "grammar"  # the output's form is prescribed
     TOOLS = "tools"
@@ -43,8 +43,9 @@ class AfterLoss(StrEnum):
     MEDIA = "media"
     FIELD = "field"  # another field that is not known to mean the same
     RECEIPT = "receipt"  # its stream ends with one
+    SAMPLED = "sampled"  # another engine's answer would be another one
     # The stream
-    ENGINE = "engine"  # SGLang
+    ENGINE = "engine"  # SGLang's events of this API are not known
     IDS = "ids"  # its events have no token ids
     PARSER = "parser"  # the engine makes reasoning or tool calls of its tokens
     MEMORY = "memory"  # there was none for its tokens

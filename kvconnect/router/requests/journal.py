@@ -20,7 +20,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvconnect.router.requests import stream_events
-from kvconnect.router.requests.continuation import AfterLoss, StreamTerms
+from kvconnect.router.requests.body import Body
+from kvconnect.router.requests.continuation import (
+    AfterLoss,
+    StreamTerms,
+    continuation_body,
+    tokens_left,
+)
 from kvconnect.router.requests.stream_events import DONE, END, EventPart, StreamEvent, StreamHead
 
 MOST_EVENT = 1 << 24  # bytes of one event; the first has all token ids of the prompt
@@ -48,7 +54,7 @@ class Delivered(NamedTuple):
 
 
 class StreamJournal:
-    """The journal of one stream.
+    """The journal of one stream. See :class:`Journal` for what others use of it.
 
     Attributes:
         prevented: why the stream cannot be continued; None: it can be.
@@ -57,6 +63,8 @@ class StreamJournal:
         done: so was the end of the stream.
         sent: characters of the answer that the client has.
     """
+
+    by_ids = True
 
     def __init__(self, terms: StreamTerms, take: Callable[[int], bool]) -> None:
         """``take``: takes so many bytes of memory for the tokens; returns whether they are left."""
@@ -93,16 +101,20 @@ class StreamJournal:
             passed.append(self._event(event))
         return b"".join(passed)
 
-    @property
-    def generated(self) -> int:
-        """Tokens of the answer so far."""
-        return len(self._ids)
-
-    @property
-    def can_resume(self) -> bool:
-        """Whether :meth:`resume` would tell it, and there is anything to continue."""
+    def can_leave(self, body: Body) -> bool:
+        """Return whether :meth:`rest` would tell it, and there is anything to continue."""
         known = self._head is not None and self._prompt and any(p.sure for p in self._usable())
-        return bool(known) and not (self.finished or self.broken or self.prevented)
+        if not known or self.finished or self.broken or self.prevented:
+            return False
+        return tokens_left(body, self._terms, len(self._ids))
+
+    def rest(self, body: Body) -> Body | AfterLoss:
+        """Return what the next engine is asked, or why none is."""
+        delivered = self.resume()
+        if delivered is None:
+            return self.prevented or AfterLoss.IDS
+        found = continuation_body(body, self._terms, *delivered)
+        return AfterLoss.LENGTH if found is None else found
 
     def resume(self) -> Delivered | None:
         """Return what the next engine has to continue, whose events follow; None, and why in

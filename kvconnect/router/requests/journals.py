@@ -1,0 +1,83 @@
+"""The journals of streams: what both kinds have, and which one a stream has. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from kvconnect.router.policy.fleet_view import EngineKind
+from kvconnect.router.requests.apis import COMPLETIONS, Api
+from kvconnect.router.requests.body import Body, Prompt
+from kvconnect.router.requests.continuation import CHATS, AfterLoss, StreamTerms, terms_of
+from kvconnect.router.requests.journal import StreamJournal
+from kvconnect.router.requests.replay import replay_of
+from kvconnect.router.requests.replay_journal import ReplayJournal
+
+_OF_VLLM = frozenset(EngineKind) - {EngineKind.SGLANG}
+
+
+class Journal(Protocol):
+    """What is known of a stream, from one engine after another.
+
+    Attributes:
+        by_ids: its engines are asked for token ids.
+        prevented: why the stream cannot be continued; None: it can be.
+        broken: why the engine's stream is no good; empty: it is.
+        finished: the answer's last token was sent.
+        done: so was the end of the stream.
+        sent: how much of it the client has; grows with it.
+    """
+
+    prevented: AfterLoss | None
+    broken: str
+    done: bool
+    sent: int
+
+    @property
+    def by_ids(self) -> bool: ...
+    @property
+    def finished(self) -> bool: ...
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take what an engine has sent; return what of it the client gets."""
+
+    def rest(self, body: Body) -> Body | AfterLoss:
+        """Return what the next engine is asked, whose events follow, or why none is. ``body``: the
+        client's."""
+
+    def can_leave(self, body: Body) -> bool:
+        """Return whether the stream shall go on elsewhere if its engine is drained."""
+
+    def doubtful(self) -> array[int]:
+        """See :meth:`StreamJournal.doubtful`."""
+
+    def settle(self, *, sure: bool) -> None:
+        """See :meth:`StreamJournal.settle`."""
+
+    def ending(self) -> bytes:
+        """Return the rest of a stream that is finished but not done."""
+
+
+class Journaled(NamedTuple):
+    """A journal, and the API by which another engine is asked for the rest of the stream."""
+
+    journal: Journal
+    api: Api
+
+
+def journal_of(
+    kind: EngineKind, api: Api, body: Body, prompt: Prompt, take: Callable[[int], bool]
+) -> Journaled | AfterLoss:
+    """Return the journal of a stream of an engine of a kind, or why it has none. ``take``: takes so
+    many bytes of memory for it; returns whether they are left."""
+    ids = terms_of(api, body, prompt) if kind in _OF_VLLM else AfterLoss.ENGINE
+    if isinstance(ids, StreamTerms):
+        return Journaled(StreamJournal(ids, take), COMPLETIONS._replace(kinds=_OF_VLLM))
+    if kind in _OF_VLLM and api.path in (COMPLETIONS.path, CHATS):
+        return ids
+    events = replay_of(kind, api, body, prompt)
+    if isinstance(events, AfterLoss):
+        return events
+    alike = _OF_VLLM if kind in _OF_VLLM else frozenset({kind})
+    return Journaled(ReplayJournal(events), api._replace(kinds=api.kinds & alike))

@@ -1,0 +1,61 @@
+"""Which streams another engine can answer again, after theirs was lost. Pure.
+
+It gets the client's request as it was, so every field means the same there. But its answer is
+another one, unless the engine takes the most likely token each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Raw
+
+from kvconnect.router.policy.fleet_view import EngineKind
+from kvconnect.router.requests.apis import COMPLETIONS, Api
+from kvconnect.router.requests.body import Body, Prompt
+from kvconnect.router.requests.chunk_events import ChunkEvents
+from kvconnect.router.requests.continuation import CHATS, AfterLoss
+from kvconnect.router.requests.messages_events import MessagesEvents
+from kvconnect.router.requests.replay_events import BROKEN, EventFormat
+from kvconnect.router.requests.request_ids import RID
+from kvconnect.router.requests.responses_events import ResponsesEvents
+
+_RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
+_OF_VLLM: Mapping[str, EventFormat] = {_RESPONSES: ResponsesEvents(), _MESSAGES: MessagesEvents()}
+_OF_SGLANG: Mapping[str, EventFormat] = {COMPLETIONS.path: ChunkEvents(), CHATS: ChunkEvents()}
+_AT_ONE_ENGINE = ("background", "previous_response_id", "session_params", RID)
+"""Fields about what only one engine has, or that name a request there."""
+_FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""')
+
+
+def replay_of(kind: EngineKind, api: Api, body: Body, prompt: Prompt) -> EventFormat | AfterLoss:
+    """Return the events of a stream of an engine that another one of its kind can answer again, or
+    why none can."""
+    formats = _OF_SGLANG if kind is EngineKind.SGLANG else _OF_VLLM
+    if api.path not in formats:
+        known = api.path in _OF_VLLM or api.path in _OF_SGLANG
+        return AfterLoss.ENGINE if known else AfterLoss.API
+    if any(_raw(body, name) not in _FALSE for name in _AT_ONE_ENGINE):
+        return AfterLoss.FIELD
+    if not prompt.single:  # of a response: the engine itself calls tools
+        return AfterLoss.TOOLS if api.path == _RESPONSES else AfterLoss.PROMPTS
+    return formats[api.path] if _greedy(body) else AfterLoss.SAMPLED
+
+
+def _greedy(body: Body) -> bool:
+    """Return whether the client asks for the most likely tokens. Without a temperature, engines
+    take their model's."""
+    return _number(body, "temperature") == 0 or _number(body, "top_k") == 1
+
+
+def _number(body: Body, name: str) -> float | None:
+    try:
+        return msgspec.json.decode(_raw(body, name), type=float)
+    except BROKEN:
+        return None
+
+
+def _raw(body: Body, name: str) -> bytes:
+    value = body.get(name, b"")
+    return bytes(value) if isinstance(value, bytes | Raw) else msgspec.json.encode(value)
