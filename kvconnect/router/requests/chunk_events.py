@@ -1,6 +1,4 @@
-"""Events of streams of OpenAI's completions and chats, as SGLang sends them, without token ids.
-Pure.
-"""
+"""Events of streams of OpenAI's completions and chats, as they are without token ids. Pure."""
 
 from __future__ import annotations
 
@@ -18,29 +16,27 @@ from kvconnect.router.requests.replay_events import (
     StreamNames,
     data_of,
     fields_of,
-    is_comment,
     object_of,
     with_fields,
 )
 
 _NULL = (b"", b"null", b"[]")
 _OF_TEXT = {"role", "content"}
-
-
-class _Choice(msgspec.Struct):
-    index: int = 0
-    text: str | None = None
-    delta: dict[str, Raw] | None = None
-    logprobs: Raw = Raw(b"null")
-    finish_reason: str | None = None
-    matched_stop: Raw = Raw(b"null")
+_PLAIN = {"index", "text", "delta", "finish_reason", "stop_reason", "matched_stop"}
+_REASONS = {
+    "tool_calls": AfterLoss.TOOLS,
+    "logprobs": AfterLoss.LOGPROBS,
+    "token_ids": AfterLoss.IDS,
+    "prompt_token_ids": AfterLoss.IDS,
+}
+"""Why what is no text cannot be cut. Anything else is the work of a parser."""
 
 
 class _Chunk(msgspec.Struct):
     id: str = ""
     created: int = 0
     model: str = ""
-    choices: list[_Choice] = []
+    choices: list[dict[str, Raw]] = []
     usage: Raw = Raw(b"null")
     error: Raw = Raw(b"null")
 
@@ -53,8 +49,6 @@ class ChunkEvents:
 
     def read(self, event: bytes) -> Reading:
         """Return what an event is."""
-        if is_comment(event):
-            return Reading()
         if event == stream_events.DONE:
             return Reading(ends="done", last=True)
         try:
@@ -68,7 +62,7 @@ class ChunkEvents:
 
     def changed(self, event: bytes, change: Change) -> bytes:
         """Return an event that was read as one of the first stream."""
-        if event == stream_events.DONE or is_comment(event):
+        if event == stream_events.DONE:
             return event
         ours = change.ours
         fields = fields_of(event) | {"id": ours.id, "created": ours.created, "model": ours.model}
@@ -95,26 +89,28 @@ def _error(found: _Chunk) -> Reading:
 def _of_choices(found: _Chunk) -> Reading:
     if not found.choices:
         return Reading(ends="usage" if bytes(found.usage) != b"null" else "more")
-    choice, *others = found.choices
-    if others or choice.index:
+    choice, *others = map(_set, found.choices)
+    delta = _set(object_of(choice.get("delta", Raw(b"{}"))))
+    reason = choice.get("finish_reason")
+    if others or choice.get("index") != b"0":
         return Reading(prevented=AfterLoss.PROMPTS)
-    if choice.finish_reason == "abort":
+    if reason == b'"abort"':
         return Reading(broken="ended the request")
-    delta = {name: raw for name, raw in (choice.delta or {}).items() if bytes(raw) not in _NULL}
-    if delta.keys() - _OF_TEXT:
-        tools = "tool_calls" in delta
-        return Reading(prevented=AfterLoss.TOOLS if tools else AfterLoss.PARSER)
-    if bytes(choice.logprobs) not in _NULL:
-        return Reading(prevented=AfterLoss.LOGPROBS)
-    text = choice.text
-    if choice.delta is not None:
-        text = msgspec.json.decode(delta.get("content", b'""'), type=str)
-    if text is None:
-        return Reading(prevented=AfterLoss.PARSER)
-    ends = ""
-    if choice.finish_reason is not None:
-        ends = f"{choice.finish_reason} {bytes(choice.matched_stop).decode()}"
-    return Reading(text, begins="role" if "role" in delta else "", ends=ends)
+    for name in sorted((choice.keys() - _PLAIN) | (delta.keys() - _OF_TEXT)):
+        return Reading(prevented=_REASONS.get(name, AfterLoss.PARSER))
+    text = choice.get("text") or delta.get("content") or b'""'
+    stop = choice.get("stop_reason") or choice.get("matched_stop") or b""
+    return Reading(
+        msgspec.json.decode(text, type=str),
+        begins="role" if "role" in delta else "",
+        ends=f"{reason.decode()} {stop.decode()}" if reason else "",
+    )
+
+
+def _set(fields: dict[str, Raw]) -> dict[str, bytes]:
+    """Return the fields that say anything."""
+    raws = {name: bytes(raw) for name, raw in fields.items()}
+    return {name: raw for name, raw in raws.items() if raw not in _NULL}
 
 
 def _with_text(choice: dict[str, Any], text: str) -> dict[str, Any]:

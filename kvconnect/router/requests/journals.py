@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from kvconnect.router.policy.fleet_view import EngineKind
 from kvconnect.router.requests.apis import COMPLETIONS, Api
 from kvconnect.router.requests.body import Body, Prompt
-from kvconnect.router.requests.continuation import CHATS, AfterLoss, StreamTerms, terms_of
+from kvconnect.router.requests.continuation import AfterLoss, StreamTerms, terms_of
 from kvconnect.router.requests.journal import StreamJournal
 from kvconnect.router.requests.replay import replay_of
 from kvconnect.router.requests.replay_journal import ReplayJournal
@@ -74,10 +74,8 @@ def journal_of(
     ids = terms_of(api, body, prompt) if kind in _OF_VLLM else AfterLoss.ENGINE
     if isinstance(ids, StreamTerms):
         return Journaled(StreamJournal(ids, take), COMPLETIONS._replace(kinds=_OF_VLLM))
-    if kind in _OF_VLLM and api.path in (COMPLETIONS.path, CHATS):
-        return ids
     events = replay_of(kind, api, body, prompt)
     if isinstance(events, AfterLoss):
-        return events
+        return events if ids in (AfterLoss.API, AfterLoss.ENGINE) else ids
     alike = _OF_VLLM if kind in _OF_VLLM else frozenset({kind})
     return Journaled(ReplayJournal(events), api._replace(kinds=api.kinds & alike))

@@ -14,7 +14,6 @@ from kvconnect.router.requests.replay_events import (
     StreamNames,
     data_of,
     fields_of,
-    is_comment,
     object_of,
     with_fields,
 )
@@ -54,8 +53,6 @@ class MessagesEvents:
 
     def read(self, event: bytes) -> Reading:
         """Return what an event is."""
-        if is_comment(event):
-            return Reading()
         try:
             found = _EVENT.decode(data_of(event) or b"")
         except BROKEN:

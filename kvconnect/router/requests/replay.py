@@ -22,8 +22,12 @@ from kvconnect.router.requests.request_ids import RID
 from kvconnect.router.requests.responses_events import ResponsesEvents
 
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
-_OF_VLLM: Mapping[str, EventFormat] = {_RESPONSES: ResponsesEvents(), _MESSAGES: MessagesEvents()}
-_OF_SGLANG: Mapping[str, EventFormat] = {COMPLETIONS.path: ChunkEvents(), CHATS: ChunkEvents()}
+_FORMATS: Mapping[str, EventFormat] = {
+    **dict.fromkeys((COMPLETIONS.path, CHATS), ChunkEvents()),
+    _RESPONSES: ResponsesEvents(),
+    _MESSAGES: MessagesEvents(),
+}
+_OF_SGLANG = (COMPLETIONS.path, CHATS)
 _AT_ONE_ENGINE = ("background", "previous_response_id", "session_params", RID)
 """Fields about what only one engine has, or that name a request there."""
 _FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""')
@@ -32,15 +36,15 @@ _FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""')
 def replay_of(kind: EngineKind, api: Api, body: Body, prompt: Prompt) -> EventFormat | AfterLoss:
     """Return the events of a stream of an engine that another one of its kind can answer again, or
     why none can."""
-    formats = _OF_SGLANG if kind is EngineKind.SGLANG else _OF_VLLM
-    if api.path not in formats:
-        known = api.path in _OF_VLLM or api.path in _OF_SGLANG
-        return AfterLoss.ENGINE if known else AfterLoss.API
+    if api.path not in _FORMATS:
+        return AfterLoss.API
+    if kind is EngineKind.SGLANG and api.path not in _OF_SGLANG:
+        return AfterLoss.ENGINE
     if any(_raw(body, name) not in _FALSE for name in _AT_ONE_ENGINE):
         return AfterLoss.FIELD
     if not prompt.single:  # of a response: the engine itself calls tools
         return AfterLoss.TOOLS if api.path == _RESPONSES else AfterLoss.PROMPTS
-    return formats[api.path] if _greedy(body) else AfterLoss.SAMPLED
+    return _FORMATS[api.path] if _greedy(body) else AfterLoss.SAMPLED
 
 
 def _greedy(body: Body) -> bool:

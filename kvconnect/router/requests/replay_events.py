@@ -113,11 +113,6 @@ def data_of(event: bytes) -> bytes | None:
     return None if at is None else event[at:]
 
 
-def is_comment(event: bytes) -> bool:
-    """Whether an event is none, but keeps the connection open."""
-    return event.startswith(b":")
-
-
 def fields_of(event: bytes) -> dict[str, Any]:
     """Return the fields of an event's JSON.
 

@@ -15,7 +15,6 @@ from kvconnect.router.requests.replay_events import (
     StreamNames,
     data_of,
     fields_of,
-    is_comment,
     object_of,
     with_fields,
 )
@@ -76,8 +75,6 @@ class ResponsesEvents:
 
     def read(self, event: bytes) -> Reading:
         """Return what an event is."""
-        if is_comment(event):
-            return Reading()
         try:
             found = _EVENT.decode(data_of(event) or b"")
         except BROKEN:

@@ -314,45 +314,26 @@ async def test_the_next_engine_has_the_deadline_of_a_request() -> None:
 )
 @on_loop
 async def test_what_cannot_go_on_ends_as_ever(more: dict[str, Any], reason: AfterLoss) -> None:
+    """Sampled: the most likely tokens would be those of another engine, too."""
     lives = Lives([-5, None])
     async with router(lives) as made:
-        reply = await made.post(ASK | more)
+        reply = await made.post(ASK | {"temperature": 1} | more)
         assert b"was lost" in reply.body and len(lives.asked) == 1
         assert await lost(made, reason) == 1
         assert "return_token_ids" not in lives.asked[0]
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 @on_loop
-async def test_streams_of_other_apis_end_as_ever(path: str) -> None:
-    event = b'event: a\ndata: {"type":"response.output_text.delta","delta":"a"}\n\n'
-
-    async def dies(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> Any:
-        stream = await begin_stream(request)
-        await stream.write(event)
-        assert request.transport is not None
-        request.transport.close()
-        return stream
-
-    async with router(Lives()) as made:
-        for engine in made.decode:
-            engine.answer = dies
-        reply = await made.post({"model": "tiny", "input": "a", "stream": True}, path)
-        assert reply.body.startswith(event) and b"was lost" in reply.body
-        assert await lost(made, AfterLoss.API) == 1
-
-
-@on_loop
-async def test_streams_of_sglang_end_as_ever() -> None:
-    async with router(Lives()) as made:
-        pass
+async def test_streams_of_other_apis_end_as_ever() -> None:
+    """Of SGLang's own, too. Those whose events are known: ``test_replayed_streams.py``."""
     lives = Lives([-5])
     engine = FakeEngine(lives.answer)
     engine.settings = ",engine=sglang"
     async with bench([], [engine], handoff="none", continuations=1) as made:
-        reply = await made.post(ASK)
+        asked = {"text": "a", "sampling_params": {"temperature": 0}, "stream": True}
+        reply = await made.post(asked, "/generate")
         assert b"was lost" in reply.body
-        assert await lost(made, AfterLoss.ENGINE) == 1
+        assert await lost(made, AfterLoss.API) == 1
         assert "return_token_ids" not in lives.asked[0]
 
 
