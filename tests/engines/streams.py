@@ -12,6 +12,8 @@ from tests.engines.server import Client
 
 NEW = 480  # tokens of an answer
 WELL_BEGUN = 8  # events
+LAST = ("message_stop", "response.completed")
+"""Types of last events, where these have types."""
 TEXT = "Say something about the sea, and about the wind. "
 Ask = tuple[str, dict[str, Any]]
 
@@ -55,6 +57,7 @@ class Streamed(threading.Thread):
             for line in reply:
                 if line.startswith(b"data: {"):
                     self.events.append(json.loads(line[6:]))
+                    self.whole = self.whole or self.events[-1].get("type") in LAST
                 self.whole = self.whole or line == b"data: [DONE]\n"
 
     @property

@@ -91,11 +91,13 @@ def test_an_undisturbed_stream_keeps_its_bytes(path: str) -> None:
 def test_it_goes_on_as_often_as_engines_are_lost(path: str, data: st.DataObject) -> None:
     """However they cut their events, and wherever they end."""
     sizes = st.lists(st.integers(1, 9), min_size=1, max_size=4)
-    text = data.draw(st.text(st.sampled_from("a\u00e9\u6d77\U0001f600\n\"\\"), min_size=1))
+    text = data.draw(st.text(st.sampled_from('a\u00e9\u6d77\U0001f600\n"\\'), min_size=1))
     stream = Stream(path)
     named = ""
     for name in "abcd":
-        sent = whole(path, name=name, text=text, each=data.draw(sizes), joined=data.draw(st.booleans()))
+        sent = whole(
+            path, name=name, text=text, each=data.draw(sizes), joined=data.draw(st.booleans())
+        )
         if name != "d":
             sent = sent[: data.draw(st.integers(0, len(sent) - 1))]
         stream.feed(sent, data.draw(st.integers(1, 90)))
@@ -200,15 +202,35 @@ DELTA = "response.output_text.delta"
 @pytest.mark.parametrize(
     ("path", "sent", "reason"),
     [
-        (MESSAGES, event(MESSAGES, "content_block_start", content_block={"type": "tool_use"}), "tools"),
-        (MESSAGES, event(MESSAGES, "content_block_start", content_block={"type": "thinking"}), "parser"),
-        (MESSAGES, event(MESSAGES, "content_block_delta", delta={"type": "input_json_delta"}), "tools"),
-        (MESSAGES, event(MESSAGES, "content_block_delta", delta={"type": "signature_delta"}), "parser"),
+        (
+            MESSAGES,
+            event(MESSAGES, "content_block_start", content_block={"type": "tool_use"}),
+            "tools",
+        ),
+        (
+            MESSAGES,
+            event(MESSAGES, "content_block_start", content_block={"type": "thinking"}),
+            "parser",
+        ),
+        (
+            MESSAGES,
+            event(MESSAGES, "content_block_delta", delta={"type": "input_json_delta"}),
+            "tools",
+        ),
+        (
+            MESSAGES,
+            event(MESSAGES, "content_block_delta", delta={"type": "signature_delta"}),
+            "parser",
+        ),
         (MESSAGES, event(MESSAGES, "nobody_knows"), "parser"),
         (RESPONSES, event(RESPONSES, ITEM, item={"type": "function_call"}), "tools"),
         (RESPONSES, event(RESPONSES, ITEM, item={"type": "reasoning"}), "parser"),
         (RESPONSES, event(RESPONSES, PART, part={"type": "refusal"}), "parser"),
-        (RESPONSES, event(RESPONSES, PART, part={"type": "output_text", "annotations": [{}]}), "parser"),
+        (
+            RESPONSES,
+            event(RESPONSES, PART, part={"type": "output_text", "annotations": [{}]}),
+            "parser",
+        ),
         (RESPONSES, event(RESPONSES, "response.reasoning_text.delta", delta="a"), "parser"),
         (RESPONSES, event(RESPONSES, "response.refusal.delta", delta="a"), "parser"),
         (RESPONSES, event(RESPONSES, "response.mcp_call.in_progress"), "tools"),
@@ -248,12 +270,32 @@ def test_streams_with_anything_but_text_are_not_answered_again(
     ("path", "sent", "message"),
     [
         (MESSAGES, event(MESSAGES, "error", error={"message": "core died"}), "core died"),
-        (MESSAGES, event(MESSAGES, "message_delta", delta={"stop_reason": None}), "ended the request"),
+        (
+            MESSAGES,
+            event(MESSAGES, "message_delta", delta={"stop_reason": None}),
+            "ended the request",
+        ),
         (RESPONSES, event(RESPONSES, "error", message="core died"), "core died"),
-        (RESPONSES, event(RESPONSES, "response.failed", response={"error": {"message": "core died"}}), "core died"),
-        (RESPONSES, event(RESPONSES, "response.completed", response={"status": "cancelled"}), "ended the request"),
-        (COMPLETIONS, event(COMPLETIONS, "", error={"message": "core died", "code": 500}), "core died"),
-        (COMPLETIONS, event(COMPLETIONS, "", **choice(text="a", finish_reason="abort")), "ended the request"),
+        (
+            RESPONSES,
+            event(RESPONSES, "response.failed", response={"error": {"message": "core died"}}),
+            "core died",
+        ),
+        (
+            RESPONSES,
+            event(RESPONSES, "response.completed", response={"status": "cancelled"}),
+            "ended the request",
+        ),
+        (
+            COMPLETIONS,
+            event(COMPLETIONS, "", error={"message": "core died", "code": 500}),
+            "core died",
+        ),
+        (
+            COMPLETIONS,
+            event(COMPLETIONS, "", **choice(text="a", finish_reason="abort")),
+            "ended the request",
+        ),
         (CHATS, event(CHATS, "", error={}), "reported an error"),
         (CHATS, event(CHATS, "", **choice(delta={}, finish_reason="abort")), "ended the request"),
     ],
