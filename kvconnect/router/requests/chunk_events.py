@@ -11,7 +11,7 @@ from kvconnect.router.requests import stream_events
 from kvconnect.router.requests.continuation import AfterLoss
 from kvconnect.router.requests.replay_events import (
     BROKEN,
-    Change,
+    EventChange,
     Reading,
     StreamNames,
     data_of,
@@ -32,7 +32,7 @@ _REASONS = {
 """Why what is no text cannot be cut. Anything else is the work of a parser."""
 
 
-class _Chunk(msgspec.Struct):
+class _TextChunk(msgspec.Struct):
     id: str = ""
     created: int = 0
     model: str = ""
@@ -41,7 +41,7 @@ class _Chunk(msgspec.Struct):
     error: Raw = Raw(b"null")
 
 
-_CHUNK = msgspec.json.Decoder(_Chunk)
+_CHUNK = msgspec.json.Decoder(_TextChunk)
 
 
 class ChunkEvents:
@@ -60,7 +60,7 @@ class ChunkEvents:
             return Reading(prevented=AfterLoss.PARSER)
         return made._replace(names=StreamNames(found.id, found.created, found.model))
 
-    def changed(self, event: bytes, change: Change) -> bytes:
+    def changed(self, event: bytes, change: EventChange) -> bytes:
         """Return an event that was read as one of the first stream."""
         if event == stream_events.DONE:
             return event
@@ -76,7 +76,7 @@ class ChunkEvents:
         return {}
 
 
-def _error(found: _Chunk) -> Reading:
+def _error(found: _TextChunk) -> Reading:
     try:
         error = msgspec.json.decode(found.error, type=stream_events.EngineError)
     except BROKEN:
@@ -86,7 +86,7 @@ def _error(found: _Chunk) -> Reading:
     return Reading(broken=error.message or "reported an error")
 
 
-def _of_choices(found: _Chunk) -> Reading:
+def _of_choices(found: _TextChunk) -> Reading:
     if not found.choices:
         return Reading(ends="usage" if bytes(found.usage) != b"null" else "more")
     choice, *others = map(_set, found.choices)

@@ -9,7 +9,7 @@ import msgspec
 from kvconnect.router.requests.continuation import AfterLoss
 from kvconnect.router.requests.replay_events import (
     BROKEN,
-    Change,
+    EventChange,
     Reading,
     StreamNames,
     data_of,
@@ -17,35 +17,32 @@ from kvconnect.router.requests.replay_events import (
     object_of,
     with_fields,
 )
+from kvconnect.router.requests.stream_events import EngineError
 
 _OF_TOOLS = ("tool_use", "input_json_delta")
 
 
-class _Block(msgspec.Struct):
+class _MessageBlock(msgspec.Struct):
     type: str = ""
     text: str = ""
 
 
-class _Delta(msgspec.Struct):
+class _MessageDelta(msgspec.Struct):
     type: str = ""
     text: str = ""
     stop_reason: str | None = None
     stop_sequence: str | None = None
 
 
-class _Error(msgspec.Struct):
-    message: str = ""
-
-
-class _Event(msgspec.Struct):
+class _MessageEvent(msgspec.Struct):
     type: str
     index: int = 0
-    content_block: _Block | None = None
-    delta: _Delta | None = None
-    error: _Error | None = None
+    content_block: _MessageBlock | None = None
+    delta: _MessageDelta | None = None
+    error: EngineError | None = None
 
 
-_EVENT = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_MessageEvent)
 
 
 class MessagesEvents:
@@ -79,7 +76,7 @@ class MessagesEvents:
         kind = block.type if block else delta.type if delta else ""
         return Reading(prevented=AfterLoss.TOOLS if kind in _OF_TOOLS else AfterLoss.PARSER)
 
-    def changed(self, event: bytes, change: Change) -> bytes:
+    def changed(self, event: bytes, change: EventChange) -> bytes:
         """Return an event that was read as one of the first stream."""
         if change.text is None:
             return event
@@ -92,7 +89,7 @@ class MessagesEvents:
         return {}
 
 
-def _end_of_message(delta: _Delta) -> Reading:
+def _end_of_message(delta: _MessageDelta) -> Reading:
     if delta.stop_reason is None:  # vLLM's word for "abort"
         return Reading(broken="ended the request")
     return Reading(ends=f"{delta.stop_reason} {delta.stop_sequence}")

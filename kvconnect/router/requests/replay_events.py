@@ -76,7 +76,7 @@ class Reading(NamedTuple):
         return self.head + self.text.encode() + _mark(self.ends)
 
 
-class Change(NamedTuple):
+class EventChange(NamedTuple):
     """How an event of the engine that answers again becomes one of the first stream.
 
     Attributes:
@@ -96,7 +96,7 @@ class EventFormat(Protocol):
     def read(self, event: bytes) -> Reading:
         """Return what an event is."""
 
-    def changed(self, event: bytes, change: Change) -> bytes:
+    def changed(self, event: bytes, change: EventChange) -> bytes:
         """Return an event that was read as one of the first stream.
 
         Raises:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvconnect.router.requests.continuation import AfterLoss
-from kvconnect.router.requests.replay_events import Change, EventFormat, Reading, StreamNames
+from kvconnect.router.requests.replay_events import EventChange, EventFormat, Reading, StreamNames
 from kvconnect.router.requests.whole_events import END, WholeEvents
 
 _OTHER = "answered again with another text than the one that was sent"
@@ -131,7 +131,7 @@ class ReplayJournal:
             number = self._names.number
             self._names = self._names._replace(number=0 if number is None else number + 1)
         try:
-            made = self._format.changed(event, Change(self._names, self._theirs, text))
+            made = self._format.changed(event, EventChange(self._names, self._theirs, text))
         except ValueError:
             self._break("sent an event of another format")
             return b""

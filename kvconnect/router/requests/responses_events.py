@@ -10,7 +10,7 @@ from msgspec import Raw
 from kvconnect.router.requests.continuation import AfterLoss
 from kvconnect.router.requests.replay_events import (
     BROKEN,
-    Change,
+    EventChange,
     Reading,
     StreamNames,
     data_of,
@@ -27,38 +27,38 @@ _ERRORS = ("error", "response.failed")
 _NO_TOOL = ("reasoning", "refusal", "annotation")  # in the types of other events
 
 
-class _Item(msgspec.Struct):
+class _OutputItem(msgspec.Struct):
     id: str = ""
     type: str = ""
 
 
-class _Part(msgspec.Struct):
+class _OutputPart(msgspec.Struct):
     type: str = ""
     annotations: list[Raw] = []
 
 
-class _Error(msgspec.Struct):
+class _Failure(msgspec.Struct):
     message: str = ""
 
 
-class _Response(msgspec.Struct):
+class _ResponseHead(msgspec.Struct):
     id: str = ""
     created_at: float = 0
     model: str = ""
     status: str = ""
-    error: _Error | None = None
+    error: _Failure | None = None
 
 
-class _Event(msgspec.Struct):
+class _ResponseEvent(msgspec.Struct):
     type: str
     sequence_number: int | None = None
     output_index: int = 0
     content_index: int = 0
     delta: str = ""
     logprobs: list[Raw] | None = None
-    item: _Item | None = None
-    part: _Part | None = None
-    response: _Response | None = None
+    item: _OutputItem | None = None
+    part: _OutputPart | None = None
+    response: _ResponseHead | None = None
     message: str = ""
 
     @property
@@ -67,7 +67,7 @@ class _Event(msgspec.Struct):
         return f"{self.type} {self.output_index} {self.content_index}"
 
 
-_EVENT = msgspec.json.Decoder(_Event)
+_EVENT = msgspec.json.Decoder(_ResponseEvent)
 
 
 class ResponsesEvents:
@@ -81,7 +81,7 @@ class ResponsesEvents:
             return Reading(prevented=AfterLoss.PARSER)
         return _reading(found)._replace(names=_names(found))
 
-    def changed(self, event: bytes, change: Change) -> bytes:
+    def changed(self, event: bytes, change: EventChange) -> bytes:
         """Return an event that was read as one of the first stream."""
         fields = fields_of(event)
         if "sequence_number" in fields:
@@ -101,7 +101,7 @@ class ResponsesEvents:
         return {RESPONSE_ID: names.id} if names.id else {}
 
 
-def _reading(found: _Event) -> Reading:
+def _reading(found: _ResponseEvent) -> Reading:
     kind, item, part = found.type, found.item, found.part
     if kind in _BEGINNINGS:
         return Reading(begins=kind)
@@ -126,24 +126,24 @@ def _reading(found: _Event) -> Reading:
     return Reading(prevented=AfterLoss.PARSER if no_tool else AfterLoss.TOOLS)
 
 
-def _names(found: _Event) -> StreamNames:
-    response, item = found.response or _Response(), found.item or _Item()
+def _names(found: _ResponseEvent) -> StreamNames:
+    response, item = found.response or _ResponseHead(), found.item or _OutputItem()
     made = StreamNames(response.id, int(response.created_at), response.model)
     named = item.id if item.type == "message" else ""
     return made._replace(item=named, number=found.sequence_number)
 
 
-def _item_id(raw: Raw, change: Change) -> str | Raw:
+def _item_id(raw: Raw, change: EventChange) -> str | Raw:
     """Return the message's id, or that of another item as it is."""
     return change.ours.item if msgspec.json.decode(raw) == change.theirs.item else raw
 
 
-def _item(raw: Raw, change: Change) -> dict[str, Any]:
+def _item(raw: Raw, change: EventChange) -> dict[str, Any]:
     fields = object_of(raw)
     return {**fields, "id": _item_id(fields["id"], change)} if "id" in fields else fields
 
 
-def _response(fields: dict[str, Any], change: Change) -> dict[str, Any]:
+def _response(fields: dict[str, Any], change: EventChange) -> dict[str, Any]:
     made = fields | {"id": change.ours.id, "created_at": change.ours.created}
     made["model"] = change.ours.model
     items = msgspec.json.decode(fields.get("output", b"[]"), type=list[Raw])

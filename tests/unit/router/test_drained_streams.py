@@ -262,20 +262,22 @@ async def test_where_it_cannot_send_another_engine_computes(path: str, unified: 
         assert [e["trusted"] for e in await admin.listed()] == [True] * len(await admin.listed())
 
 
-@pytest.mark.parametrize("why", ["no flag", "grammar", "no ids", "no other engine"])
+@pytest.mark.parametrize("why", ["no flag", "grammar", "again", "no ids", "no other engine"])
 @on_loop
 async def test_what_cannot_leave_stays(why: str) -> None:
-    """Controls: without the flag nobody is cut; nor is a stream that could not go on."""
+    """Controls: without the flag nobody is cut; nor is a stream that could not go on, or that
+    another engine would have to answer again."""
     made = Decoding(ids=why != "no ids")
     engines = 1 if why == "no other engine" else 2
-    body = ASK | ({"response_format": {"type": "json_object"}} if why == "grammar" else {})
+    format = {"response_format": {"type": "json_object"}} if why in ("grammar", "again") else {}
+    body = ASK | format | {"temperature": 1 if why == "grammar" else 0}
     flag = 0 if why == "no flag" else 1
     async with fleet(made.answer, continuations=flag, engines=engines) as admin:
         reply = asyncio.create_task(admin.router.post(body))
         await until(lambda: made.paused)
         (first,) = made.paused
         await drain(admin, first)
-        journaled = why in ("no ids", "no other engine")
+        journaled = why in ("again", "no ids", "no other engine")
         if journaled:
             await until(lambda: stayed(admin))
         made.gate.set()
