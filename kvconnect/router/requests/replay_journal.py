@@ -103,10 +103,14 @@ class ReplayJournal:
         return before + (b"" if self.broken else self._passed(event, reading))
 
     def _passed(self, event: bytes, reading: Reading) -> bytes:
-        if not self._again:
-            self._note(reading.row, reading.names)
-            self.done = self.done or reading.last
-            return event + END
+        """Return what the client gets of an event."""
+        if self._again:
+            return self._of_next(event, reading)
+        self._note(reading, reading.row, self._names.then(reading.names))
+        return event + END
+
+    def _of_next(self, event: bytes, reading: Reading) -> bytes:
+        """Return what the client gets of an event of the engine that answers again."""
         self._theirs = self._theirs.then(reading.names)
         begin, row = self._at, reading.row
         self._at += len(row)
@@ -121,20 +125,15 @@ class ReplayJournal:
         if known and text is None:
             self._break(_OTHER)
             return b""
-        self.done = self.done or reading.last
-        self._note(row[known:], reading.names._replace(number=None))
-        return self._changed(event, reading, text)
-
-    def _changed(self, event: bytes, reading: Reading, text: str | None) -> bytes:
-        """Return an event of the engine that answers again as one of the first stream."""
+        ours = self._names.then(reading.names._replace(number=None))
         if reading.names.number is not None:
-            number = self._names.number
-            self._names = self._names._replace(number=0 if number is None else number + 1)
+            ours = ours._replace(number=0 if ours.number is None else ours.number + 1)
         try:
-            made = self._format.changed(event, EventChange(self._names, self._theirs, text))
+            made = self._format.changed(event, EventChange(ours, self._theirs, text))
         except ValueError:
             self._break("sent an event of another format")
             return b""
+        self._note(reading, row[known:], ours)
         return made + END
 
     def _compare(self, row: bytes) -> None:
@@ -143,11 +142,11 @@ class ReplayJournal:
         if self._at >= self._known and self._compared.digest() != self._digest.digest():
             self._break(_OTHER)
 
-    def _note(self, row: bytes, names: StreamNames) -> None:
-        """Note what is sent now."""
+    def _note(self, reading: Reading, row: bytes, names: StreamNames) -> None:
+        """Note what is sent now: an event's row, or the rest of it."""
         self.sent += len(row)
         self._digest.update(row)
-        self._names = self._names.then(names)
+        self._names, self.done = names, self.done or reading.last
 
     def _break(self, why: str) -> None:
         self.broken = self.broken or why
