@@ -13,7 +13,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvconnect.router.requests.continuation import AfterLoss
-from kvconnect.router.requests.replay_events import EventChange, EventFormat, Reading, StreamNames
+from kvconnect.router.requests.replay_events import (
+    BROKEN,
+    EventChange,
+    EventFormat,
+    Reading,
+    StreamNames,
+)
 from kvconnect.router.requests.whole_events import END, WholeEvents
 
 _OTHER = "answered again with another text than the one that was sent"
@@ -130,7 +136,7 @@ class ReplayJournal:
             ours = ours._replace(number=0 if ours.number is None else ours.number + 1)
         try:
             made = self._format.changed(event, EventChange(ours, self._theirs, text))
-        except ValueError:
+        except BROKEN:
             self._break("sent an event of another format")
             return b""
         self._note(reading, row[known:], ours)

@@ -43,7 +43,7 @@ class _Failure(msgspec.Struct):
 
 class _ResponseHead(msgspec.Struct):
     id: str = ""
-    created_at: float = 0
+    created_at: int = 0
     model: str = ""
     status: str = ""
     error: _Failure | None = None
@@ -128,9 +128,10 @@ def _reading(found: _ResponseEvent) -> Reading:
 
 def _names(found: _ResponseEvent) -> StreamNames:
     response, item = found.response or _ResponseHead(), found.item or _OutputItem()
-    made = StreamNames(response.id, int(response.created_at), response.model)
-    named = item.id if item.type == "message" else ""
-    return made._replace(item=named, number=found.sequence_number)
+    message = item.id if item.type == "message" else ""
+    return StreamNames(
+        response.id, response.created_at, response.model, message, found.sequence_number
+    )
 
 
 def _item_id(raw: Raw, change: EventChange) -> str | Raw:

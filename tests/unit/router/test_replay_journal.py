@@ -312,6 +312,30 @@ def test_what_an_engine_says_of_its_end_is_no_end(path: str, sent: bytes, messag
     assert merged(stream.got) == merged(whole(path, name="a"))
 
 
+ODD = b'null 1e400 [] {} "" "a" -1 [null] [[{}]] {"id":null} {"type":"message"} \\ \xff :'.split()
+
+
+@EVERY
+@given(data=st.data())
+def test_nothing_that_an_engine_sends_is_an_error_of_the_router(
+    path: str, data: st.DataObject
+) -> None:
+    """Whatever it puts in place of a value, or of any bytes; also when it answers again."""
+    stream = Stream(path)
+    for name in "abc":
+        sent = whole(path, name=name)
+        for _ in range(data.draw(st.integers(0, 3))):
+            at = data.draw(st.integers(0, len(sent) - 1))
+            odd = data.draw(st.sampled_from(ODD))
+            at = sent.find(b":", at) + 1 or at
+            end = min(e for e in (sent.find(b",", at), sent.find(b"}", at), len(sent)) if e >= 0)
+            sent = sent[:at] + odd + sent[end:]
+        stream.feed(sent[: data.draw(st.integers(1, len(sent)))])
+        if stream.journal.prevented is not None or stream.journal.done:
+            return
+        stream.again()
+
+
 def test_an_event_without_an_end_is_not_kept_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvconnect.router.requests.whole_events.MOST_EVENT", 1000)
     stream = Stream(MESSAGES)
