@@ -74,6 +74,8 @@ def journal_of(
     ids = terms_of(api, body, prompt) if kind in _OF_VLLM else AfterLoss.ENGINE
     if isinstance(ids, StreamTerms):
         return Journaled(StreamJournal(ids, take), COMPLETIONS._replace(kinds=_OF_VLLM))
+    if ids in (AfterLoss.LOGPROBS, AfterLoss.PROMPTS):  # nor can that be compared
+        return ids
     events = replay_of(kind, api, body, prompt)
     if isinstance(events, AfterLoss):
         return events if ids in (AfterLoss.API, AfterLoss.ENGINE) else ids

@@ -129,5 +129,7 @@ def test_what_cannot_go_on_by_tokens_is_answered_again() -> None:
     assert chosen.api == api_of(CHATS)._replace(kinds=OTHERS)
     sampled = journal(CHATS, presence_penalty=1, temperature=1)
     assert sampled is AfterLoss.PENALTIES
+    assert journal(CHATS, logprobs=True) is AfterLoss.LOGPROBS
+    assert journal(CHATS, n=2) is AfterLoss.PROMPTS
     assert journal(CHATS, SGLANG, temperature=1) is AfterLoss.SAMPLED
     assert journal(MESSAGES, temperature=1) is AfterLoss.SAMPLED
