@@ -27,10 +27,12 @@ SWITCH = "KVCONNECT_BUILD_NATIVE"
 KERNEL_SWITCH = "KVCONNECT_BUILD_KERNELS"
 # One wheel for Python 3.11 and all later versions. Builds without the GIL have no such API.
 STABLE = not sysconfig.get_config_var("Py_GIL_DISABLED")
+SOURCES = ("native", "net", "pages", "relay", "token_events")
+HEADERS = ("native", "pages", "token_events", "vendor/xxhash")
 NATIVE = Extension(
     "kvconnect._native",
-    sources=[f"kvconnect/native/{name}.c" for name in ("native", "net", "pages", "relay")],
-    depends=[f"kvconnect/native/{name}.h" for name in ("native", "pages", "vendor/xxhash")],
+    sources=[f"kvconnect/native/{name}.c" for name in SOURCES],
+    depends=[f"kvconnect/native/{name}.h" for name in HEADERS],
     define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE else [],
     py_limited_api=STABLE,
     extra_link_args=["-pthread"],  # a library of its own before glibc 2.34

@@ -95,9 +95,14 @@ class Relay:
     comes back, with the bytes that were read from the engine and not sent. Both sockets are
     duplicated. One thread uses an object.
 
+    Of a stream that is journaled, only chunks of events of one form are passed: ``head``, a JSON
+    string (the text), ``middle``, a list of numbers (the token ids) and ``tail``. Notes are made of
+    them: ``[[ids],"text"],`` for each event, with ids and text as the engine wrote them. A client
+    that did not ask for ids gets ``null`` instead.
+
     A record of a stream is (key, reason, bytes of content, chunks, time.monotonic() when the
-    engine last sent something, the last two bytes of content, unsent, rest). ``unsent`` belongs to
-    chunks that count as passed, ``rest`` follows them. Reasons: ``ended`` (engine closed or
+    engine last sent something, the last two bytes of content, unsent, rest, notes). ``unsent`` belongs
+    to chunks that count as passed, ``rest`` follows them. Reasons: ``ended`` (engine closed or
     broken), ``full`` (the client does not take more, or is gone), ``bytes`` (something else than
     a whole chunk), ``memory`` (none; bytes are lost), ``removed``.
     """
@@ -106,17 +111,27 @@ class Relay:
         """``most_fd``: the highest descriptor that a duplicate may have. OSError without thread or
         descriptors."""
 
-    def add(self, engine: int, client: int, events_only: bool) -> int:
+    def add(
+        self,
+        engine: int,
+        client: int,
+        events_only: bool,
+        form: tuple[bytes, bytes, bytes, int, bool] | None,
+    ) -> int:
         """Relay from one socket to another; return the stream's key.
 
         ``events_only``: a chunk must end with an event that is an object (``}`` and an empty line).
-        OSError for descriptors that cannot be duplicated or watched.
+        ``form``: of the events of a stream that is journaled: (head, middle, tail, bytes of notes
+        at most, whether the client asked for ids). OSError for descriptors that cannot be
+        duplicated or watched.
         """
 
-    def take(self) -> tuple[int, str, int, int, float, bytes, bytes, bytes] | None:
+    def take(self) -> tuple[int, str, int, int, float, bytes, bytes, bytes, bytes] | None:
         """Return the record of a stream that came back, or None."""
 
-    def remove(self, key: int) -> tuple[int, str, int, int, float, bytes, bytes, bytes] | None:
+    def remove(
+        self, key: int
+    ) -> tuple[int, str, int, int, float, bytes, bytes, bytes, bytes] | None:
         """Take a stream away now; return its record, or None if it was returned already."""
 
     def heard(self, key: int) -> float:

@@ -1,6 +1,7 @@
 /* Streams of tokens from engines to clients, without Python: a thread moves whole chunks of
  * HTTP/1.1 chunked bodies from an engine's socket to a client's until anything else happens. Then
- * the stream goes back to its owner, with the bytes that were read and not sent.
+ * the stream goes back to its owner, with the bytes that were read and not sent. Where a stream is
+ * journaled, it comes back at the first event of another form, too, with notes of those before.
  *
  * One lock guards the table and everything in it, and is held for nanoseconds. A stream that is
  * `busy` belongs to the thread, which works on it without the lock; whoever takes it away waits.
@@ -8,12 +9,14 @@
  */
 #define _GNU_SOURCE
 #include "native.h"
+#include "token_events.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -26,6 +29,7 @@ enum {
     ONE_READ = 64 << 10, /* bytes; longer chunks go to the owner */
     MOST_EVENTS = 64,    /* of one wait */
     MOST_DIGITS = 7,     /* of the size of a chunk */
+    SIZE_LINE = MOST_DIGITS + 2,
 };
 
 static const uint64_t WAKE = UINT64_MAX; /* no key: its low half is no slot */
@@ -40,6 +44,7 @@ typedef struct Stream {
     uint32_t slot, generation;
     bool busy, wanted; /* the thread works on it; somebody waits until it does not */
     bool events_only;  /* the last bytes of a chunk must end an event that is an object */
+    TokenEvents *events; /* of a stream that is journaled, else NULL */
     int engine, client;
     int64_t nbytes, chunks;
     double heard;
@@ -61,6 +66,7 @@ typedef struct {
     Stream **table;
     uint32_t slots;
     Stream *free, *first, **last; /* the returned ones, the oldest first */
+    char received[ONE_READ], made[2 * ONE_READ]; /* the thread's; `made`: what a client gets */
 } Relay;
 
 static double now(void) {
@@ -94,7 +100,9 @@ static void close_sockets(const Relay *relay, Stream *stream) {
 static void release(Relay *relay, Stream *stream) {
     close_sockets(relay, stream);
     free(stream->data);
+    free_token_events(stream->events);
     stream->data = NULL;
+    stream->events = NULL;
     stream->state = FREE;
     stream->generation++;
     stream->next = relay->free;
@@ -126,6 +134,13 @@ static size_t whole_chunk(const char *text, size_t length, size_t *body, size_t 
     return end + 2;
 }
 
+static void count_chunk(Stream *stream, const char *content, size_t size) {
+    stream->tail[0] = size > 1 ? content[size - 2] : stream->tail[1];
+    stream->tail[1] = content[size - 1];
+    stream->chunks++;
+    stream->nbytes += (int64_t)size;
+}
+
 /* Returns the bytes at the beginning that may go to the client as they are. */
 static size_t passable(Stream *stream, const char *text, size_t length) {
     size_t at = 0, body, size, whole;
@@ -133,41 +148,68 @@ static size_t passable(Stream *stream, const char *text, size_t length) {
         const char *content = text + at + body;
         if (stream->events_only && (size < 3 || memcmp(content + size - 3, "}\n\n", 3) != 0))
             break;
-        stream->tail[0] = size > 1 ? content[size - 2] : stream->tail[1];
-        stream->tail[1] = content[size - 1];
-        stream->chunks++;
-        stream->nbytes += (int64_t)size;
+        count_chunk(stream, content, size);
         at += whole;
     }
     return at;
 }
 
+/* Returns the bytes at the beginning of which `made` gets what the client gets, and its size. */
+static size_t journaled(Stream *stream, const char *text, size_t length, char *made,
+                        size_t *made_size) {
+    size_t at = 0, body, size, whole;
+    char *end = made, line[SIZE_LINE + 1];
+    while ((whole = whole_chunk(text + at, length - at, &body, &size)) > 0) {
+        char *content = end + SIZE_LINE; /* for now; an event is as long as the other side's */
+        if (!pass_token_events(stream->events, text + at + body, size, content, &size))
+            break;
+        count_chunk(stream, content, size);
+        const size_t digits = (size_t)snprintf(line, sizeof line, "%zx\r\n", size);
+        memcpy(end, line, digits);
+        memmove(end + digits, content, size);
+        memcpy(end + digits + size, "\r\n", 2);
+        end += digits + size + 2;
+        at += whole;
+    }
+    *made_size = (size_t)(end - made);
+    return at;
+}
+
 /* Without the lock, on a busy stream. Returns whether it stays here; `heard` gets when it read. */
-static bool move(Stream *stream, char *buffer, double *heard) {
-    const ssize_t got = recv(stream->engine, buffer, ONE_READ, MSG_DONTWAIT);
+static bool move(Relay *relay, Stream *stream, double *heard) {
+    char *const received = relay->received;
+    const ssize_t got = recv(stream->engine, received, ONE_READ, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
         return true;
     stream->reason = ENDED; /* or broken: its owner will find the same */
     if (got <= 0)
         return false;
     *heard = now();
-    const size_t length = (size_t)got, whole = passable(stream, buffer, length);
-    size_t sent = 0;
-    if (whole > 0) {
-        const ssize_t n = send(stream->client, buffer, whole, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const char *made = received;
+    size_t whole, size, sent = 0, length = (size_t)got;
+    if (stream->events != NULL) {
+        made = relay->made;
+        whole = journaled(stream, received, length, relay->made, &size);
+    } else {
+        whole = size = passable(stream, received, length);
+    }
+    if (size > 0) {
+        const ssize_t n = send(stream->client, made, size, MSG_DONTWAIT | MSG_NOSIGNAL);
         sent = n > 0 ? (size_t)n : 0; /* a client that is gone is its owner's to find */
     }
-    if (sent == length)
+    if (sent == size && whole == length)
         return true;
-    stream->data = malloc(length - sent);
+    stream->unsent = size - sent;
+    stream->rest = length - whole;
+    stream->data = malloc(stream->unsent + stream->rest);
     if (stream->data == NULL) {
+        stream->unsent = stream->rest = 0;
         stream->reason = NO_MEMORY;
         return false;
     }
-    memcpy(stream->data, buffer + sent, length - sent);
-    stream->reason = sent < whole ? FULL : BYTES;
-    stream->unsent = whole - sent;
-    stream->rest = length - whole;
+    memcpy(stream->data, made + sent, stream->unsent);
+    memcpy(stream->data + stream->unsent, received + whole, stream->rest);
+    stream->reason = sent < size ? FULL : BYTES;
     return false;
 }
 
@@ -183,11 +225,11 @@ static void give_back(Relay *relay, Stream *stream) {
 }
 
 /* With the lock, which it gives up meanwhile. */
-static void serve(Relay *relay, Stream *stream, char *buffer) {
+static void serve(Relay *relay, Stream *stream) {
     double heard = 0;
     stream->busy = true;
     pthread_mutex_unlock(&relay->lock);
-    const bool stays = move(stream, buffer, &heard);
+    const bool stays = move(relay, stream, &heard);
     pthread_mutex_lock(&relay->lock);
     stream->busy = false;
     if (heard > 0)
@@ -201,7 +243,6 @@ static void serve(Relay *relay, Stream *stream, char *buffer) {
 static void *run(void *argument) {
     Relay *relay = argument;
     struct epoll_event events[MOST_EVENTS];
-    char buffer[ONE_READ];
     for (;;) {
         const int count = epoll_wait(relay->epoll, events, MOST_EVENTS, -1);
         for (int i = 0; i < count; i++) {
@@ -210,7 +251,7 @@ static void *run(void *argument) {
             pthread_mutex_lock(&relay->lock);
             Stream *stream = find(relay, events[i].data.u64);
             if (stream != NULL && stream->state == RELAYED && !stream->wanted)
-                serve(relay, stream, buffer);
+                serve(relay, stream);
             pthread_mutex_unlock(&relay->lock);
         }
     }
@@ -250,28 +291,18 @@ static int duplicate(int fd, int most) {
     return copy;
 }
 
-static PyObject *add(PyObject *self, PyObject *args) {
-    Relay *relay = (Relay *)self;
-    int engine, client, events_only, failure = ENOMEM;
-    if (!PyArg_ParseTuple(args, "iip", &engine, &client, &events_only))
-        return NULL;
-    if (!relay->running)
-        return PyErr_Format(PyExc_ValueError, "the relay is closed");
-    engine = duplicate(engine, relay->most_fd);
-    client = engine < 0 ? -1 : duplicate(client, relay->most_fd);
-    if (client < 0) {
-        PyErr_SetFromErrno(PyExc_OSError);
-        if (engine >= 0)
-            close(engine);
-        return NULL;
-    }
+/* Owns the duplicates and `events`, also where it fails. Returns the key. */
+static PyObject *add_stream(Relay *relay, int engine, int client, bool events_only,
+                            TokenEvents *events) {
     uint64_t key = 0;
+    int failure = ENOMEM;
     pthread_mutex_lock(&relay->lock);
     Stream *stream = new_stream(relay);
     if (stream != NULL) {
         stream->engine = engine;
         stream->client = client;
         stream->events_only = events_only;
+        stream->events = events;
         key = key_of(stream);
         struct epoll_event wanted = {.events = EPOLLIN, .data.u64 = key};
         failure = epoll_ctl(relay->epoll, EPOLL_CTL_ADD, engine, &wanted) < 0 ? errno : 0;
@@ -282,21 +313,47 @@ static PyObject *add(PyObject *self, PyObject *args) {
     if (stream == NULL) {
         close(engine);
         close(client);
+        free_token_events(events);
     }
-    if (failure != 0) {
-        errno = failure;
-        return PyErr_SetFromErrno(PyExc_OSError);
+    if (failure == 0)
+        return PyLong_FromUnsignedLongLong(key);
+    errno = failure;
+    return PyErr_SetFromErrno(PyExc_OSError);
+}
+
+static PyObject *add(PyObject *self, PyObject *args) {
+    Relay *relay = (Relay *)self;
+    TokenEvents *events = NULL;
+    PyObject *form;
+    int engine, client, events_only;
+    if (!PyArg_ParseTuple(args, "iipO", &engine, &client, &events_only, &form))
+        return NULL;
+    if (!relay->running)
+        return PyErr_Format(PyExc_ValueError, "the relay is closed");
+    if (form != Py_None && (events = new_token_events(form)) == NULL)
+        return NULL;
+    engine = duplicate(engine, relay->most_fd);
+    client = engine < 0 ? -1 : duplicate(client, relay->most_fd);
+    if (client < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        if (engine >= 0)
+            close(engine);
+        free_token_events(events);
+        return NULL;
     }
-    return PyLong_FromUnsignedLongLong(key);
+    return add_stream(relay, engine, client, events_only, events);
 }
 
 static PyObject *record_of(const Stream *stream) {
-    const char *data = stream->data != NULL ? stream->data : "";
-    return Py_BuildValue("KsLLdy#y#y#", key_of(stream), REASONS[stream->reason],
+    const char *data = stream->data != NULL ? stream->data : "", *notes = "";
+    size_t noted = 0;
+    if (stream->events != NULL)
+        notes = token_notes(stream->events, &noted);
+    return Py_BuildValue("KsLLdy#y#y#y#", key_of(stream), REASONS[stream->reason],
                          (long long)stream->nbytes, (long long)stream->chunks, stream->heard,
                          stream->tail, (Py_ssize_t)sizeof stream->tail, data,
                          (Py_ssize_t)stream->unsent, data + stream->unsent,
-                         (Py_ssize_t)stream->rest);
+                         (Py_ssize_t)stream->rest, notes, (Py_ssize_t)noted);
 }
 
 /* With the lock. */
@@ -394,6 +451,7 @@ static void stop(Relay *relay) {
     for (uint32_t slot = 0; slot < relay->slots; slot++) {
         close_sockets(relay, relay->table[slot]);
         free(relay->table[slot]->data);
+        free_token_events(relay->table[slot]->events);
         free(relay->table[slot]);
     }
     relay->slots = 0;

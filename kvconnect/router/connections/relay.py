@@ -2,8 +2,9 @@
 (``native/relay.c``). Event loop only.
 
 The stream comes back when anything but a whole chunk arrives, when the client takes no more, and
-when its owner wants it. Python then goes on where the relay ended, so that ends, errors, receipts
-and slow clients are handled in one place.
+when its owner wants it. One that is journaled comes back at the first event of another form, too,
+with notes of those before. Python then goes on where the relay ended, so that ends, errors,
+receipts and slow clients are handled in one place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvconnect import open_files
+from kvconnect.router.requests.event_form import EventForm
 
 if TYPE_CHECKING:
     from kvconnect._native import Relay
@@ -32,6 +34,7 @@ class Returned(NamedTuple):
     tail: bytes
     unsent: bytes
     rest: bytes
+    notes: bytes
 
     def tail_after(self, tail: bytes) -> bytes:
         """Return the last two bytes of the stream, which were ``tail`` before."""
@@ -83,10 +86,12 @@ class StreamRelay:
         back: Callable[[Returned], None],
         *,
         events_only: bool,
+        form: EventForm | None,
     ) -> RelayedStream | None:
         """Relay a stream of chunks, at a boundary of chunks; None where that cannot be done.
 
         ``events_only``: chunks that do not end with an event that is an object come back.
+        ``form``: of the events of a stream that is journaled.
         """
         if engine.get_extra_info("sslcontext") or client.get_extra_info("sslcontext"):
             return None
@@ -96,7 +101,7 @@ class StreamRelay:
         source, target = (each.get_extra_info("socket").fileno() for each in (engine, client))
         engine.pause_reading()  # first: the two must not read at once
         try:
-            key = self._native.add(source, target, events_only)
+            key = self._native.add(source, target, events_only, form)
         except OSError:  # no more descriptors
             engine.resume_reading()
             return None

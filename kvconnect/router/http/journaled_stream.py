@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
+from collections.abc import Callable
 
 from kvconnect.router.connections.http1 import ConnectionLost, Unreachable, request_head
+from kvconnect.router.connections.relay import RelayedStream, Returned
 from kvconnect.router.decision import ClientRequest, Decision
 from kvconnect.router.http.engine_call import EngineFailed
 from kvconnect.router.http.reply import Reply
@@ -69,8 +72,19 @@ class JournaledStream:
             self._reply.forward(passed)
         return not self.journal.broken  # what follows it is left to the request's task
 
-    def relay(self, *_: object) -> None:
-        """See :meth:`Reply.relay`: native code keeps no journal."""
+    def relay(
+        self, engine: asyncio.Transport, back: Callable[[Returned], None]
+    ) -> RelayedStream | None:
+        """See :meth:`Reply.relay`: native code notes the tokens of events like those before."""
+        form = self.journal.form
+        if form is None:
+            return None
+
+        def returned(stream: Returned) -> None:
+            self.journal.relayed(stream.notes)
+            back(stream)
+
+        return self._reply.relay(engine, returned, form=form)
 
     def unusable(self, *, ended: bool) -> str:
         """Return why the engine's stream is no good so far, or at its end; empty if it is."""

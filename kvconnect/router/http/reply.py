@@ -15,6 +15,7 @@ from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.errors import error_body
+from kvconnect.router.requests.event_form import EventForm
 
 _EVENT_END = b"\n\n"
 _COMMENT = b": keep-alive\n\n"
@@ -100,6 +101,7 @@ class Reply:
         back: Callable[[Returned], None],
         *,
         events_only: bool = False,
+        form: EventForm | None = None,
     ) -> RelayedStream | None:
         """Leave the stream to the relay; see :class:`Passage` and :meth:`StreamRelay.start`."""
         client = self._writable()
@@ -113,7 +115,9 @@ class Reply:
                 client.write(stream.unsent)
             back(stream)
 
-        self._relayed = self._relay.start(engine, client, returned, events_only=events_only)
+        self._relayed = self._relay.start(
+            engine, client, returned, events_only=events_only, form=form
+        )
         return self._relayed
 
     def comment_after(self, silence_s: float) -> None:

@@ -11,6 +11,10 @@ engine says that it does not (:meth:`StreamJournal.doubtful`). Text that an engi
 stop strings is not sent, though its tokens are known. So the journal keeps such places, continues
 at the last one whose text was sent, and compares what the next engine generates after it with what
 was sent already.
+
+Most events pass through native code, which notes their text and tokens (``event_form.py``). Notes
+are journaled when somebody asks for what they say, or another event follows; so those of a stream
+that ends well are never read.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvconnect.router.requests import stream_events
+from kvconnect.router.requests import event_form, stream_events
 from kvconnect.router.requests.body import Body
 from kvconnect.router.requests.continuation import (
     AfterLoss,
@@ -27,10 +31,19 @@ from kvconnect.router.requests.continuation import (
     continuation_body,
     tokens_left,
 )
-from kvconnect.router.requests.stream_events import DONE, END, EventPart, StreamEvent, StreamHead
+from kvconnect.router.requests.event_form import EventForm, NotedEvents, TokenEvent
+from kvconnect.router.requests.stream_events import (
+    DONE,
+    END,
+    EventPart,
+    StreamChoice,
+    StreamEvent,
+    StreamHead,
+)
 
 MOST_EVENT = 1 << 24  # bytes of one event; the first has all token ids of the prompt
 MOST_OVERLAP = 4096  # characters that are kept to be compared
+_FOREIGN = "sent an event that is none of vLLM's"
 _ITEM = array("i").itemsize
 _OF_TEXT = {"role", "content"}  # what a chat's event has without tools and reasoning
 _DOUBTFUL = 8  # places that are kept although it is not sure that text ends there
@@ -61,7 +74,6 @@ class StreamJournal:
         broken: why the engine's stream is no good; empty: it is.
         finished: the answer's last token was sent.
         done: so was the end of the stream.
-        sent: characters of the answer that the client has.
     """
 
     by_ids = True
@@ -72,7 +84,7 @@ class StreamJournal:
         self.prevented: AfterLoss | None = None
         self.broken = ""
         self.finished = self.done = False
-        self.sent = 0
+        self._sent = 0  # characters of the answer that the client has
         self._partial = b""  # of an event
         self._head: StreamHead | None = None  # of the first engine's events
         self._prompt, self._ids = array("i"), array("i")
@@ -80,6 +92,7 @@ class StreamJournal:
         self._places = [TextEnd(0, 0)]  # the last sure one whose text was sent, and later ones
         self._text, self._text_at = "", 0  # what was sent since the first place
         self._usage_sent = False
+        self._noted = NotedEvents(take, chat=terms.chat, shows_ids=terms.shows_ids)
         # Of the engine that continues the stream:
         self._resumed = False
         self._at = 0  # characters that this engine has sent, and those before it
@@ -101,8 +114,26 @@ class StreamJournal:
             passed.append(self._event(event))
         return b"".join(passed)
 
+    @property
+    def form(self) -> EventForm | None:
+        """What native code can pass on next; None: nothing. :meth:`relayed` follows."""
+        if self._partial or self._resumed or self.finished or self.broken or self.prevented:
+            return None
+        return self._noted.form
+
+    def relayed(self, notes: bytes) -> None:
+        """Take the notes of events that native code has passed on."""
+        self._noted.add(notes)
+
+    @property
+    def sent(self) -> int:
+        """Characters of the answer that the client has."""
+        self._catch_up()
+        return self._sent
+
     def can_leave(self, body: Body) -> bool:
         """Return whether :meth:`rest` would tell it, and there is anything to continue."""
+        self._catch_up()
         known = self._head is not None and self._prompt and any(p.sure for p in self._usable())
         if not known or self.finished or self.broken or self.prevented:
             return False
@@ -119,6 +150,7 @@ class StreamJournal:
     def resume(self) -> Delivered | None:
         """Return what the next engine has to continue, whose events follow; None, and why in
         ``prevented``, if it cannot be told."""
+        self._catch_up()
         if self._head is None or not self._prompt:
             self._prevent(AfterLoss.IDS)
         place = next((place for place in reversed(self._usable()) if place.sure), None)
@@ -137,6 +169,7 @@ class StreamJournal:
     def doubtful(self) -> array[int]:
         """Return the last tokens before the best place to continue at, if it is not sure that text
         ends there, else none. :meth:`settle` may follow."""
+        self._catch_up()
         usable = [] if self.prevented is not None else self._usable()
         if not usable or usable[-1].sure:
             return array("i")
@@ -153,6 +186,7 @@ class StreamJournal:
 
     def ending(self) -> bytes:
         """Return the rest of a stream that is finished but not done."""
+        self._catch_up()
         usage = b""
         if self._terms.usage and not self._usage_sent and self._head is not None:
             usage = stream_events.usage_event(self._head, self._part(""), chat=self._terms.chat)
@@ -162,8 +196,7 @@ class StreamJournal:
         """Return what of an event the client gets, with its end."""
         read = stream_events.read(event)
         if read is None:
-            self.done = self.done or event == DONE
-            return event + END
+            return self._unread(event)
         if error := stream_events.error_of(read):
             if self.prevented is None and (error.code is None or error.code >= 500):
                 self._break(error.message or "reported an error")
@@ -173,7 +206,7 @@ class StreamJournal:
         if self._resumed:
             return self._of_next(event, read)
         if self.prevented is None:
-            self._note(read)
+            self._note(event, read)
             if self.broken:
                 return b""
         if self._terms.shows_ids:
@@ -182,7 +215,18 @@ class StreamJournal:
             return b""
         return stream_events.without_ids(event) + END
 
-    def _note(self, read: StreamEvent) -> None:
+    def _unread(self, event: bytes) -> bytes:
+        """Return an event without content that can be read."""
+        if event == DONE:
+            self.done = True
+        elif event.startswith(stream_events.DATA):
+            self._prevent(AfterLoss.IDS)
+            if self._resumed:
+                self._break(_FOREIGN)
+                return b""
+        return event + END
+
+    def _note(self, event: bytes, read: StreamEvent) -> None:
         """Journal an event of the first engine."""
         if self._head is None:
             self._head = StreamHead(read.id, read.created, read.model)
@@ -195,25 +239,43 @@ class StreamJournal:
             return
         prompt = read.prompt_token_ids or choice.prompt_token_ids
         if prompt and not self._prompt:
-            if not self._take(_ITEM * len(prompt)):
-                self._prevent(AfterLoss.MEMORY)
-                return
-            self._prompt = array("i", prompt)
-        text = choice.text
-        if self._terms.chat:
-            delta = choice.delta or {}
-            text = delta.get("content")
-            if delta.get("role") is not None and choice.token_ids is None and not text:
-                return
-            if text is None or any(delta[name] is not None for name in delta.keys() - _OF_TEXT):
-                self._prevent(AfterLoss.PARSER)
-                return
-        if choice.token_ids is None or text is None:
-            self._prevent(AfterLoss.IDS)
+            self._note_prompt(prompt)
+        if self.prevented is not None or (self._terms.chat and _tells_role(choice)):
             return
-        self._at += len(text)
-        self._add(choice.token_ids, text, text)
-        self.finished = choice.finish_reason is not None
+        text = _chat_text(choice) if self._terms.chat else choice.text
+        if choice.token_ids is None or text is None:
+            self._prevent(AfterLoss.PARSER if self._terms.chat and text is None else AfterLoss.IDS)
+            return
+        said = TokenEvent(choice.token_ids, text)
+        if choice.finish_reason is not None:
+            self._noted.note(said)
+            self.finished = True
+            return
+        self._catch_up()
+        self._journal(said)
+        if text and said.token_ids and not prompt:
+            self._noted.learn(event)
+
+    def _note_prompt(self, prompt: list[int]) -> None:
+        if self._take(_ITEM * len(prompt)):
+            self._prompt = array("i", prompt)
+        else:
+            self._prevent(AfterLoss.MEMORY)
+
+    def _journal(self, said: TokenEvent) -> None:
+        """Journal what the first engine has said."""
+        self._at += len(said.text)
+        self._add(said.token_ids, said.text, said.text)
+
+    def _catch_up(self) -> None:
+        """Journal the events of which there are notes."""
+        if self.prevented is not None:
+            return
+        try:
+            for said in self._noted.taken():
+                self._journal(said)
+        except event_form.UNREADABLE:
+            self._prevent(AfterLoss.IDS)
 
     def _of_next(self, event: bytes, read: StreamEvent) -> bytes:
         """Return an event of the engine that continues the stream, as one of the stream."""
@@ -243,7 +305,7 @@ class StreamJournal:
         try:
             made = stream_events.continued(event, self._head, self._part(text, ids), chat=chat)
         except ValueError:
-            self._break("sent an event that is none of vLLM's")
+            self._break(_FOREIGN)
             return b""
         self.finished = self.finished or finished
         return made
@@ -251,7 +313,7 @@ class StreamJournal:
     def _new_text(self, text: str) -> str:
         """Return what of an engine's text the client does not have."""
         begin, self._at = self._at, self._at + len(text)
-        known = min(len(text), max(0, self.sent - begin))
+        known = min(len(text), max(0, self._sent - begin))
         offset = begin - self._text_at
         if text[:known] != self._text[offset : offset + known]:
             self._break("continued with another text than the one that was sent")
@@ -273,7 +335,7 @@ class StreamJournal:
                 self._prevent(AfterLoss.MEMORY)
                 return
         self._ids.extend(ids)
-        self.sent += len(new)
+        self._sent += len(new)
         self._text += new
         if text:
             end = TextEnd(len(self._ids), self._at + self._terms.held, len(ids) == 1)
@@ -282,12 +344,12 @@ class StreamJournal:
 
     def _usable(self) -> list[TextEnd]:
         """Return the places whose text was sent, the last one last."""
-        usable = max(0, self.sent - self._terms.reach)
+        usable = max(0, self._sent - self._terms.reach)
         return [place for place in self._places if place.chars <= usable]
 
     def _forget(self) -> None:
         """Forget the places, and the text, that are no longer of use."""
-        usable = max(0, self.sent - self._terms.reach)
+        usable = max(0, self._sent - self._terms.reach)
         count = sure = 0
         for number, place in enumerate(self._places):
             if place.chars > usable:
@@ -298,10 +360,10 @@ class StreamJournal:
         del self._places[:sure]
         if count - sure > 1 + _DOUBTFUL:
             del self._places[int(self._places[0].sure)]
-        while self._places and self.sent - self._places[0].chars > MOST_OVERLAP:
+        while self._places and self._sent - self._places[0].chars > MOST_OVERLAP:
             del self._places[0]
         # From where the engine that continues the stream is, too: its text is still compared.
-        begins = min(self._at, self._places[0].chars if self._places else self.sent)
+        begins = min(self._at, self._places[0].chars if self._places else self._sent)
         self._text, self._text_at = self._text[begins - self._text_at :], begins
 
     def _part(self, text: str, ids: list[int] | None = None) -> EventPart:
@@ -315,6 +377,20 @@ class StreamJournal:
         self.prevented = self.prevented or why
         self._prompt, self._ids = array("i"), array("i")
         self._text = ""
+
+
+def _tells_role(choice: StreamChoice) -> bool:
+    """Whether an event of a chat has only the role of who speaks."""
+    delta = choice.delta or {}
+    return bool(delta.get("role") and choice.token_ids is None and not delta.get("content"))
+
+
+def _chat_text(choice: StreamChoice) -> str | None:
+    """Return the text of an event of a chat; None if there is anything else, or none."""
+    delta = choice.delta or {}
+    if any(delta[name] is not None for name in delta.keys() - _OF_TEXT):
+        return None
+    return delta.get("content")
 
 
 def _shows_nothing(read: StreamEvent) -> bool:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
 END = b"\n\n"
 DONE = b"data: [DONE]"
-_DATA = b"data: "
+DATA = b"data: "
 _IDS = re.compile(rb'("(?:prompt_)?token_ids":)\[[^\]]*\]')
 """Within a JSON string, the quotation marks of such names would be escaped."""
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class StreamUsage(msgspec.Struct, omit_defaults=True):
@@ -30,8 +33,8 @@ class StreamChoice(msgspec.Struct):
 
     text: str | None = None
     delta: dict[str, Any] | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
 
 
@@ -42,7 +45,7 @@ class StreamEvent(msgspec.Struct):
     created: int = 0
     model: str = ""
     choices: list[StreamChoice] = []
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[TokenId] | None = None
     usage: Raw = Raw(b"null")
     error: Raw = Raw(b"null")
 
@@ -69,10 +72,10 @@ _BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
 
 def read(event: bytes) -> StreamEvent | None:
     """Return an event's content; None if it has none that can be read."""
-    if not event.startswith(_DATA):
+    if not event.startswith(DATA):
         return None
     try:
-        return _EVENT.decode(event[len(_DATA) :])
+        return _EVENT.decode(event[len(DATA) :])
     except _BROKEN:
         return None
 
@@ -114,7 +117,7 @@ def continued(event: bytes, head: StreamHead, part: EventPart, *, chat: bool) ->
     Raises:
         ValueError: it is not an event of vLLM.
     """
-    fields: dict[str, Any] = _FIELDS.decode(event[len(_DATA) :])
+    fields: dict[str, Any] = _FIELDS.decode(event[len(DATA) :])
     fields |= {"id": head.id, "created": head.created, "model": head.model}
     if chat:
         fields["object"] = "chat.completion.chunk"
@@ -159,4 +162,4 @@ def usage_event(head: StreamHead, part: EventPart, *, chat: bool) -> bytes:
 
 
 def _event_of(fields: dict[str, Any]) -> bytes:
-    return _DATA + msgspec.json.encode(fields) + END
+    return DATA + msgspec.json.encode(fields) + END

@@ -8,106 +8,15 @@ import random
 import select
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect._native import Relay
-
-MANY = 1 << 16
-LAST = b"0\r\n\r\n"
-
-
-class Record(NamedTuple):
-    key: int
-    reason: str
-    nbytes: int
-    chunks: int
-    heard: float
-    tail: bytes
-    unsent: bytes
-    rest: bytes
-
-
-def chunk(content: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(content), content)
-
-
-class Line:
-    """A relay, and the four ends of a stream's two connections."""
-
-    def __init__(self, most_fd: int = MANY) -> None:
-        self.relay = Relay(most_fd)
-        self.engine, self.from_engine = socket.socketpair()
-        self.client, self.to_client = socket.socketpair()
-        self.ends = (self.engine, self.from_engine, self.client, self.to_client)
-        self.got = b""
-
-    def add(self, *, events_only: bool = False) -> int:
-        return self.relay.add(self.from_engine.fileno(), self.to_client.fileno(), events_only)
-
-    def back(self) -> Record:
-        """Wait until the stream comes back."""
-        record = None
-        while record is None:
-            assert select.select([self.relay.fileno()], [], [], 60)[0]
-            record = self.relay.take()
-        return Record(*record)
-
-    def reads(self, nbytes: int) -> bytes:
-        """Return the next bytes that the client gets."""
-        self.client.settimeout(60)
-        while len(self.got) < nbytes and (more := self.client.recv(1 << 20)):
-            self.got += more
-        found, self.got = self.got[:nbytes], self.got[nbytes:]
-        return found
-
-    def settle(self, nbytes: int) -> tuple[bytes, Record | None]:
-        """Wait until the client has ``nbytes`` or the stream is back; return both."""
-        returned = None
-        while len(self.got) < nbytes and returned is None:
-            ready, _, _ = select.select([self.client.fileno(), self.relay.fileno()], [], [], 60)
-            assert ready
-            if self.client.fileno() in ready:
-                self.got += self.client.recv(1 << 20)
-            if self.relay.fileno() in ready:
-                record = self.relay.take()
-                returned = None if record is None else Record(*record)
-        if returned is not None:
-            self.client.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                while True:
-                    self.got += self.client.recv(1 << 20)
-            self.client.setblocking(True)
-        found, self.got = self.got, b""
-        return found, returned
-
-
-@contextmanager
-def line(most_fd: int = MANY) -> Iterator[Line]:
-    made = Line(most_fd)
-    try:
-        yield made
-    finally:
-        made.relay.close()
-        for end in made.ends:
-            end.close()
-
-
-def whole_chunks(data: bytes) -> int:
-    """Return the bytes of the whole chunks at the beginning that are not the last."""
-    at = 0
-    while (end := data.find(b"\r\n", at)) >= 0:
-        size = int(data[at:end], 16)
-        if size == 0 or end + 2 + size + 2 > len(data):
-            break
-        at = end + 2 + size + 2
-    return at
+from tests.unit.native.relay_line import LAST, MANY, Line, Record, chunk, line, whole_chunks
 
 
 def passed(line: Line, pieces: list[bytes], *, forgets: bool = False) -> bytes:
@@ -338,7 +247,7 @@ def test_where_descriptors_are_short_nothing_is_relayed() -> None:
         with pytest.raises(OSError, match="Too many open files"):
             ends.add()
         with pytest.raises(OSError, match="Bad file descriptor"):
-            ends.relay.add(-1, ends.to_client.fileno(), False)
+            ends.relay.add(-1, ends.to_client.fileno(), False, None)
         assert descriptors() == before
 
 
@@ -347,7 +256,7 @@ def test_a_file_is_no_stream(tmp_path: Path) -> None:
     with line() as ends:
         before = descriptors()
         with pytest.raises(OSError, match="not permitted"):
-            ends.relay.add(file, ends.to_client.fileno(), False)
+            ends.relay.add(file, ends.to_client.fileno(), False, None)
         assert descriptors() == before
     os.close(file)
 
@@ -393,7 +302,7 @@ class Crowd:
 
     def leave(self, at: int) -> None:
         (_, source), (_, target) = self.lines[at]
-        self.away[self.relay.add(source.fileno(), target.fileno(), False)] = at
+        self.away[self.relay.add(source.fileno(), target.fileno(), False, None)] = at
 
     def own(self, record: Record) -> None:
         """Go on as a parser would, to the end of a chunk."""

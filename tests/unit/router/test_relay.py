@@ -15,7 +15,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.router.connections.relay import RelayedStream, Returned, StreamRelay, make_relay
+from kvconnect.router.connections.relay import make_relay
 from kvconnect.router.options import Listening
 from tests.fakes.engine import (
     ASK,
@@ -29,38 +29,10 @@ from tests.fakes.engine import (
     prefills,
     until,
 )
+from tests.unit.router.conftest import Seen
 
 STREAM = ASK | {"stream": True}
 LONG = b"data: " + b"x" * 2000 + b"\n\n"
-
-
-class Seen(list[Returned]):
-    """Streams that came back from relays; ``started``: how many were left to one."""
-
-    started = 0
-
-    @property
-    def chunks(self) -> int:
-        return sum(each.chunks for each in self)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    found = Seen()
-    give, start = StreamRelay._give, StreamRelay.start
-
-    def started(*args: Any, **named: Any) -> RelayedStream | None:
-        stream = start(*args, **named)
-        found.started += stream is not None
-        return stream
-
-    def noted(relay: StreamRelay, returned: Returned) -> None:
-        found.append(returned)
-        give(relay, returned)
-
-    monkeypatch.setattr(StreamRelay, "_give", noted)
-    monkeypatch.setattr(StreamRelay, "start", started)
-    return found
 
 
 @asynccontextmanager
