@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect._native import Relay
+from kvconnect.router.requests.event_form import EventForm
 from tests.unit.native.relay_line import LAST, MANY, Line, Record, chunk, line, whole_chunks
 
 
@@ -274,7 +275,8 @@ class Crowd:
     """Streams whose engines send, until told to end, while their owner takes them away and gives
     them back."""
 
-    def __init__(self, streams: int) -> None:
+    def __init__(self, streams: int, form: EventForm | None) -> None:
+        self.form = form
         self.relay = Relay(MANY)
         self.ends = threading.Event()
         self.sent = [b""] * streams
@@ -290,7 +292,7 @@ class Crowd:
     def _send(self, at: int) -> None:
         number = 0
         while not self.ends.is_set():
-            piece = chunk(b"%d" % number)
+            piece = chunk(b"%d" % number if self.form is None else b'"%d":[1];' % number)
             self.lines[at][0][0].sendall(piece)
             self.sent[at] += piece
             number += 1
@@ -302,7 +304,7 @@ class Crowd:
 
     def leave(self, at: int) -> None:
         (_, source), (_, target) = self.lines[at]
-        self.away[self.relay.add(source.fileno(), target.fileno(), False, None)] = at
+        self.away[self.relay.add(source.fileno(), target.fileno(), False, self.form)] = at
 
     def own(self, record: Record) -> None:
         """Go on as a parser would, to the end of a chunk."""
@@ -321,10 +323,11 @@ class Crowd:
             end.close()
 
 
-def test_streams_that_come_and_go_beside_traffic_lose_nothing() -> None:
+@pytest.mark.parametrize("form", [None, EventForm(b"", b":", b";", 1 << 10, True)])
+def test_streams_that_come_and_go_beside_traffic_lose_nothing(form: EventForm | None) -> None:
     """What TSan looks at: streams are taken away while their engines send."""
     draw, removed = random.Random(3), 0
-    crowd = Crowd(8)
+    crowd = Crowd(8, form)
     for at in range(len(crowd.lines)):
         crowd.leave(at)
     for thread in crowd.threads:
