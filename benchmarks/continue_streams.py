@@ -8,24 +8,28 @@ time of the router's process (`streams_per_core_second_*`), and microseconds of 
 variants take turns. `journal_over_relay` and `journal_over_python` divide streams per second.
 
 What a client sees of a loss, with one prefill and three decode engines of real vLLM: one decode
-engine after the other is killed in the middle of ``STREAMS`` streams. `extra_ms_*` is the longest
-pause of a stream that was cut, less the median of the longest pauses of those that were not.
-`computed_again` is the share of the cut streams' tokens, prompt and answer, that an engine computed
-again. `wrong_streams` counts those whose text is not that of an undisturbed run, `broken_streams`
-those that ended with an error.
+engine is drained in the middle of ``STREAMS`` streams, and one after the other is killed.
+`extra_ms_*` is the longest pause of a stream that was cut, less the median of the longest pauses of
+those that were not. `computed_again` is the share of the cut streams' tokens, prompt and answer,
+that an engine computed again. `drain_*` is the same for the drain, and `drained_*` counts what
+became of its streams. `wrong_streams` counts those whose text is not that of an undisturbed run,
+`broken_streams` those that ended with an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import statistics
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -35,6 +39,7 @@ from benchmarks.balance import process
 from benchmarks.common import emit, end_when_terminated, progress
 from benchmarks.router import EVERY_S, TOKENS, Variant, cpu_seconds, paced, wait_for
 from benchmarks.settings import chosen
+from tests.engines.load import Admin
 from tests.engines.models import prompt_tokens
 from tests.engines.server import Router, Server, StreamBroken, events, kv_transfer
 from tests.servers import free_port
@@ -173,52 +178,131 @@ def begun(streams: Sequence[Stream]) -> None:
         time.sleep(0.01)
 
 
-def losses() -> dict[str, float]:
-    """Return the figures of streams whose engine is killed."""
+@dataclass
+class Disturbed:
+    """What became of streams that had to leave their engine.
+
+    Attributes:
+        extra_ms: of each, its longest pause less the usual one.
+        asked: tokens of the prompts by which others continued them.
+        again: those of them that were computed.
+    """
+
+    extra_ms: list[float] = field(default_factory=list)
+    cut: int = 0
+    wrong: int = 0
+    broken: int = 0
+    asked: float = 0.0
+    again: float = 0.0
+
+    def add(self, other: Disturbed) -> None:
+        """Add what became of others."""
+        self.extra_ms += other.extra_ms
+        self.cut, self.wrong = self.cut + other.cut, self.wrong + other.wrong
+        self.broken += other.broken
+        self.asked, self.again = self.asked + other.asked, self.again + other.again
+
+    def figures(self, prefix: str = "") -> dict[str, float]:
+        """Return the figures, with names that begin alike."""
+        found = {
+            "extra_ms_p50": statistics.median(self.extra_ms),
+            "extra_ms_max": max(self.extra_ms),
+            "computed_again": self.again / max(1.0, self.asked),
+        }
+        return {prefix + name: value for name, value in found.items()}
+
+
+@dataclass
+class Fleet:
+    """A prefill engine, decode engines and their router."""
+
+    prefill: Server
+    decode: list[Server]
+    router: Router
+    runs: int = 0
+
+    def disturbed(self, number: int, disturb: Callable[[], None], left: list[Server]) -> Disturbed:
+        """Have streams begin, and ``disturb`` one decode engine; ``left``: who can work then."""
+        numbers = range(STREAMS * self.runs, STREAMS * (self.runs + 1))
+        self.runs += 1
+        prompts = [prompt_tokens(PROMPT, start=700 * each) for each in numbers]
+        want = [Stream(self.router, prompt) for prompt in prompts]
+        ended(want)
+        if any(each.error or not each.times for each in want):
+            raise RuntimeError(f"undisturbed streams fail: {want[0].error}")
+        streams = [Stream(self.router, prompt) for prompt in prompts]
+        begun(streams)
+        before = prompt_tokens_of(left), prompt_tokens_of(left, "local_compute")
+        received = prompt_tokens_of(left, "external_kv_transfer")
+        disturb()
+        ended(streams)
+        # A decode engine receives what a prefill engine was asked for.
+        asked = prompt_tokens_of(left) - before[0]
+        asked -= prompt_tokens_of(left, "external_kv_transfer") - received
+        theirs = [each for each in streams if each.decode == number]
+        others = [each.pause() for each in streams if each.decode != number]
+        usual = statistics.median(others) if others else 0.0
+        pairs = zip(streams, want, strict=True)
+        return Disturbed(
+            [1000 * (each.pause() - usual) for each in theirs if not each.error],
+            len(theirs),
+            sum(each.text != whole.text for each, whole in pairs if not each.error),
+            sum(bool(each.error) for each in streams),
+            asked,
+            prompt_tokens_of(left, "local_compute") - before[1],
+        )
+
+
+@contextmanager
+def fleets() -> Iterator[tuple[Fleet, Admin]]:
+    """Run engines and a router, whose admin API takes orders."""
     role = chosen("continue_streams", host_bytes="off")
     with ExitStack() as stack:
         progress(f"starting a prefill engine, {KILLS + 1} decode engines and a router")
         p = stack.enter_context(Server(MODEL, kv_transfer(role="kv_producer", **role), **SIZE))
-        consumer = kv_transfer(role="kv_consumer", **role)
-        decode = [Server(MODEL, consumer, **SIZE) for _ in range(KILLS + 1)]
+        # kv_both: a drained one sends what its streams have.
+        both = kv_transfer(role="kv_both", **role)
+        decode = [Server(MODEL, both, **SIZE) for _ in range(KILLS + 1)]
         for server in decode:
             stack.enter_context(server)
-        router = stack.enter_context(Router([p], decode, ("--continue", "1")))
-        extra: list[float] = []
-        wrong = broken = cut = asked = again = 0.0
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        token = Path(folder, "token")
+        token.write_text(secrets.token_hex(16))
+        admin = Admin(free_port(), token.read_text())
+        flags = ("--continue", "1", "--admin-token-file", str(token))
+        flags += ("--admin-port", str(admin.port))
+        router = stack.enter_context(Router([p], decode, flags))
+        yield Fleet(p, decode, router), admin
+
+
+def losses() -> dict[str, float]:
+    """Return the figures of streams whose engine is drained, then killed."""
+    with fleets() as (fleet, admin):
+        first, engines = fleet.decode[0], [fleet.prefill, *fleet.decode]
+        drained = fleet.disturbed(0, lambda: admin.drain("decode", first.url), engines)
+        progress(f"drain: {drained.cut} of {STREAMS} streams had to leave")
+        count = fleet.router.metric
+        figures = {
+            f"drained_{result}": count("kvconnect_router_drained_streams_total", result=result)
+            for result in ("handed_off", "computed", "stayed")
+        }
+        admin.add("decode", first.url)
+        killed = Disturbed()
         for kill in range(KILLS):
-            numbers = range(STREAMS * kill, STREAMS * (kill + 1))
-            prompts = [prompt_tokens(PROMPT, start=700 * number) for number in numbers]
-            want = [Stream(router, prompt) for prompt in prompts]
-            ended(want)
-            if any(each.error or not each.times for each in want):
-                raise RuntimeError(f"undisturbed streams fail: {want[0].error}")
-            streams = [Stream(router, prompt) for prompt in prompts]
-            begun(streams)
-            left = [p, *decode[kill + 1 :]]
-            before = prompt_tokens_of([p]), prompt_tokens_of(left, "local_compute")
-            decode[kill].kill()
-            ended(streams)
-            asked += prompt_tokens_of([p]) - before[0]
-            again += prompt_tokens_of(left, "local_compute") - before[1]
-            lost = [each for each in streams if each.decode == kill]
-            others = [each.pause() for each in streams if each.decode != kill]
-            usual = statistics.median(others) if others else 0.0
-            extra += [1000 * (each.pause() - usual) for each in lost if not each.error]
-            cut += len(lost)
-            broken += sum(bool(each.error) for each in streams)
-            pairs = zip(streams, want, strict=True)
-            wrong += sum(each.text != whole.text for each, whole in pairs if not each.error)
-            progress(f"kill {kill + 1}: {len(lost)} of {STREAMS} streams were cut")
-        continued = router.metric("kvconnect_router_lost_streams_total", result="continued")
+            left = [fleet.prefill, *fleet.decode[kill + 1 :]]
+            found = fleet.disturbed(kill, fleet.decode[kill].kill, left)
+            progress(f"kill {kill + 1}: {found.cut} of {STREAMS} streams were cut")
+            killed.add(found)
+        continued = count("kvconnect_router_lost_streams_total", result="continued")
     return {
-        "cut_streams": cut,
+        "cut_streams": killed.cut,
         "continued_streams": continued,
-        "wrong_streams": wrong,
-        "broken_streams": broken,
-        "extra_ms_p50": statistics.median(extra),
-        "extra_ms_max": max(extra),
-        "computed_again": again / max(1.0, asked),
+        "left_streams": drained.cut,
+        **figures,
+        "wrong_streams": killed.wrong + drained.wrong,
+        "broken_streams": killed.broken + drained.broken,
+        **killed.figures(),
+        **drained.figures("drain_"),
     }
 
 

@@ -101,9 +101,9 @@ class Relay:
     that did not ask for ids gets ``null`` instead.
 
     A record of a stream is (key, reason, bytes of content, chunks, time.monotonic() when the
-    engine last sent something, the last two bytes of content, unsent, rest, notes). ``unsent`` belongs
-    to chunks that count as passed, ``rest`` follows them. Reasons: ``ended`` (engine closed or
-    broken), ``full`` (the client does not take more, or is gone), ``bytes`` (something else than
+    engine last sent something, the last two bytes of content, unsent, rest, notes). ``unsent``
+    belongs to chunks that count as passed, ``rest`` follows them. Reasons: ``ended`` (engine closed
+    or broken), ``full`` (the client does not take more, or is gone), ``bytes`` (something else than
     a whole chunk), ``memory`` (none; bytes are lost), ``removed``.
     """
 

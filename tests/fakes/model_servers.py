@@ -27,6 +27,7 @@ from benchmarks.link import LOOPBACK
 from kvconnect.settings import Settings, check_settings, find_settings
 from kvconnect.types import PromptSource
 from tests.engines import server as real
+from tests.engines.load import Admin
 from tests.engines.models import BLOCK_SIZE
 from tests.engines.scenario import block_bytes
 
@@ -269,6 +270,8 @@ def use_model_servers(monkeypatch: pytest.MonkeyPatch) -> Fleet:
         (real.Client, "open", fleet.open),
         (real.Client, "metric", fleet.metric),
         (real.Client, "abort", lambda client, *_, **__: None),
+        (Admin, "drain", lambda admin, *_: None),
+        (Admin, "add", lambda admin, *_: 0),
     ):
         monkeypatch.setattr(owner, name, _method(work))
     return fleet

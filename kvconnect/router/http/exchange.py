@@ -303,11 +303,11 @@ class Exchange:
     async def _rest(self, call: EngineCall, passing: Passing) -> None:
         """Pass the rest of a stream on."""
         async for chunk in call.chunks(passing):
-            if passing is self._reply:
-                await self._reply.write(chunk, last=call.ended)
+            if isinstance(passing, Reply | JournaledStream):
+                await passing.write(chunk, last=call.ended)
             else:  # something may follow
                 await passing.write(chunk)
-                _check(passing, call, ended=False)
+            _check(passing, call, ended=False)
 
     async def _journaled_rest(
         self, call: EngineCall, passing: JournaledStream, choice: RoutingChoice, decision: Decision

@@ -58,10 +58,11 @@ class JournaledStream:
         self.continued = 0
         self.prefix: PromptPrefix | None = None
 
-    async def write(self, chunk: bytes) -> None:
-        """See :meth:`Reply.write`."""
+    async def write(self, chunk: bytes, *, last: bool = False) -> None:
+        """See :meth:`Reply.write`. What ends before its last event has no end yet."""
         if passed := self.journal.feed(chunk):
-            await self._reply.write(passed)
+            whole = last and not self.unusable(ended=True)
+            await self._reply.write(passed, last=whole)
 
     def forward(self, chunk: bytes) -> bool:
         """See :meth:`Reply.forward`."""
