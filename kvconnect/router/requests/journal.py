@@ -5,13 +5,6 @@ A stream passes through :meth:`StreamJournal.feed`, in whole events. After the e
 :meth:`StreamJournal.resume` says what the next one has to continue, and that one's events pass
 through ``feed`` as events of the same stream.
 
-The next engine must begin where a token's text ends. An event with one token and with text ends
-there; one without text may end within a character; one with several tokens may too, unless an
-engine says that it does not (:meth:`StreamJournal.doubtful`). Text that an engine holds back for
-stop strings is not sent, though its tokens are known. So the journal keeps such places, continues
-at the last one whose text was sent, and compares what the next engine generates after it with what
-was sent already.
-
 Most events pass through native code, which notes their text and tokens (``event_form.py``). Notes
 are journaled when somebody asks for what they say, or another event follows; so those of a stream
 that ends well are never read.
@@ -32,6 +25,7 @@ from kvconnect.router.requests.continuation import (
     tokens_left,
 )
 from kvconnect.router.requests.event_form import EventForm, NotedEvents, TokenEvent
+from kvconnect.router.requests.sent_text import SentText
 from kvconnect.router.requests.stream_events import (
     DONE,
     END,
@@ -40,23 +34,13 @@ from kvconnect.router.requests.stream_events import (
     StreamEvent,
     StreamHead,
 )
+from kvconnect.router.requests.whole_events import WholeEvents
 
-MOST_EVENT = 1 << 24  # bytes of one event; the first has all token ids of the prompt
-MOST_OVERLAP = 4096  # characters that are kept to be compared
 _FOREIGN = "sent an event that is none of vLLM's"
 _ITEM = array("i").itemsize
 _OF_TEXT = {"role", "content"}  # what a chat's event has without tools and reasoning
-_DOUBTFUL = 8  # places that are kept although it is not sure that text ends there
 _TAIL = 32  # tokens that show whether their text ends within a character
 _BLOCK = 1024  # tokens whose memory is taken at a time
-
-
-class TextEnd(NamedTuple):
-    """Where the text of so many tokens ends. ``sure``: it ends there, not within a character."""
-
-    tokens: int
-    chars: int
-    sure: bool = True
 
 
 class Delivered(NamedTuple):
@@ -84,40 +68,32 @@ class StreamJournal:
         self.prevented: AfterLoss | None = None
         self.broken = ""
         self.finished = self.done = False
-        self._sent = 0  # characters of the answer that the client has
-        self._partial = b""  # of an event
+        self._events = WholeEvents()
         self._head: StreamHead | None = None  # of the first engine's events
         self._prompt, self._ids = array("i"), array("i")
         self._room = 0  # tokens whose memory is taken
-        self._places = [TextEnd(0, 0)]  # the last sure one whose text was sent, and later ones
-        self._text, self._text_at = "", 0  # what was sent since the first place
+        self._text = SentText(held=terms.held, reach=terms.reach)
         self._usage_sent = False
         self._noted = NotedEvents(take, chat=terms.chat, shows_ids=terms.shows_ids)
         # Of the engine that continues the stream:
         self._resumed = False
-        self._at = 0  # characters that this engine has sent, and those before it
         self._again = array("i")  # ids that the client has and this engine must repeat
 
     def feed(self, chunk: bytes) -> bytes:
         """Take what an engine has sent; return what of it the client gets."""
-        text = self._partial + chunk if self._partial else chunk
-        end = text.rfind(END) + len(END)
-        if end < len(END):
-            end = 0
-        self._partial = text[end:]
-        if len(self._partial) > MOST_EVENT:
-            self._break("sent an event over the size limit")
         passed = []
-        for event in text[:end].split(END)[:-1]:
+        for event in self._events.of(chunk):
             if self.broken:
                 break
             passed.append(self._event(event))
+        if self._events.too_long:
+            self._break("sent an event over the size limit")
         return b"".join(passed)
 
     @property
     def form(self) -> EventForm | None:
         """What native code can pass on next; None: nothing. :meth:`relayed` follows."""
-        if self._partial or self._resumed or self.finished or self.broken or self.prevented:
+        if self._events.cut or self._resumed or self.finished or self.broken or self.prevented:
             return None
         return self._noted.form
 
@@ -129,12 +105,12 @@ class StreamJournal:
     def sent(self) -> int:
         """Characters of the answer that the client has."""
         self._catch_up()
-        return self._sent
+        return self._text.sent
 
     def can_leave(self, body: Body) -> bool:
         """Return whether :meth:`rest` would tell it, and there is anything to continue."""
         self._catch_up()
-        known = self._head is not None and self._prompt and any(p.sure for p in self._usable())
+        known = self._head is not None and self._prompt and any(p.sure for p in self._text.usable())
         if not known or self.finished or self.broken or self.prevented:
             return False
         return tokens_left(body, self._terms, len(self._ids))
@@ -153,7 +129,7 @@ class StreamJournal:
         self._catch_up()
         if self._head is None or not self._prompt:
             self._prevent(AfterLoss.IDS)
-        place = next((place for place in reversed(self._usable()) if place.sure), None)
+        place = next((place for place in reversed(self._text.usable()) if place.sure), None)
         if place is None:
             self._prevent(AfterLoss.TEXT)
         if self.prevented is not None or place is None:
@@ -161,16 +137,15 @@ class StreamJournal:
         repeated = self._ids[place.tokens :]
         self._again = repeated if self._terms.shows_ids else array("i")
         del self._ids[place.tokens :]
-        self._places, self._at = [place], place.chars
-        self._forget()
-        self._partial, self.broken, self._resumed = b"", "", True
+        self._text.go_on(place)
+        self._events, self.broken, self._resumed = WholeEvents(), "", True
         return Delivered(self._prompt, self._ids)
 
     def doubtful(self) -> array[int]:
         """Return the last tokens before the best place to continue at, if it is not sure that text
         ends there, else none. :meth:`settle` may follow."""
         self._catch_up()
-        usable = [] if self.prevented is not None else self._usable()
+        usable = [] if self.prevented is not None else self._text.usable()
         if not usable or usable[-1].sure:
             return array("i")
         end = usable[-1].tokens
@@ -178,11 +153,7 @@ class StreamJournal:
 
     def settle(self, *, sure: bool) -> None:
         """Say whether text ends at the place of :meth:`doubtful`; if not, another may follow."""
-        at = len(self._usable()) - 1
-        if sure:
-            self._places[at] = self._places[at]._replace(sure=True)
-        else:
-            del self._places[at]
+        self._text.settle(sure=sure)
 
     def ending(self) -> bytes:
         """Return the rest of a stream that is finished but not done."""
@@ -264,8 +235,8 @@ class StreamJournal:
 
     def _journal(self, said: TokenEvent) -> None:
         """Journal what the first engine has said."""
-        self._at += len(said.text)
-        self._add(said.token_ids, said.text, said.text)
+        self._text.new(said.text)
+        self._add(said)
 
     def _catch_up(self) -> None:
         """Journal the events of which there are notes."""
@@ -291,11 +262,13 @@ class StreamJournal:
                 self._prevent(AfterLoss.IDS)
                 self._break("sent no token ids")
                 return b""
-            text = self._new_text(choice.text)
-            ids = self._new_ids(choice.token_ids)
-            if self.broken:
+            new, ids = self._text.new(choice.text), self._new_ids(choice.token_ids)
+            if new is None:
+                self._break("continued with another text than the one that was sent")
+            if new is None or self.broken:
                 return b""
-            self._add(choice.token_ids, choice.text, text)
+            text = new
+            self._add(TokenEvent(choice.token_ids, choice.text))
             if not (text or ids or finished):  # the client has it
                 return b""
             ids = ids if self._terms.shows_ids else None
@@ -310,15 +283,6 @@ class StreamJournal:
         self.finished = self.finished or finished
         return made
 
-    def _new_text(self, text: str) -> str:
-        """Return what of an engine's text the client does not have."""
-        begin, self._at = self._at, self._at + len(text)
-        known = min(len(text), max(0, self._sent - begin))
-        offset = begin - self._text_at
-        if text[:known] != self._text[offset : offset + known]:
-            self._break("continued with another text than the one that was sent")
-        return text[known:]
-
     def _new_ids(self, ids: list[int]) -> list[int]:
         """Return those that the client does not have."""
         known = min(len(ids), len(self._again))
@@ -327,44 +291,18 @@ class StreamJournal:
         del self._again[:known]
         return ids[known:]
 
-    def _add(self, ids: list[int], text: str, new: str) -> None:
-        """Note an event's tokens and text; ``new``: what of it is sent now."""
+    def _add(self, said: TokenEvent) -> None:
+        """Note an event's tokens, and where they end in the text."""
+        ids = said.token_ids
         if len(self._ids) + len(ids) > self._room:
             self._room += max(_BLOCK, len(ids))
             if not self._take(_ITEM * max(_BLOCK, len(ids))):
                 self._prevent(AfterLoss.MEMORY)
                 return
         self._ids.extend(ids)
-        self._sent += len(new)
-        self._text += new
-        if text:
-            end = TextEnd(len(self._ids), self._at + self._terms.held, len(ids) == 1)
-            self._places.append(end)
-        self._forget()
-
-    def _usable(self) -> list[TextEnd]:
-        """Return the places whose text was sent, the last one last."""
-        usable = max(0, self._sent - self._terms.reach)
-        return [place for place in self._places if place.chars <= usable]
-
-    def _forget(self) -> None:
-        """Forget the places, and the text, that are no longer of use."""
-        usable = max(0, self._sent - self._terms.reach)
-        count = sure = 0
-        for number, place in enumerate(self._places):
-            if place.chars > usable:
-                break
-            count = number + 1
-            if place.sure:
-                sure = number
-        del self._places[:sure]
-        if count - sure > 1 + _DOUBTFUL:
-            del self._places[int(self._places[0].sure)]
-        while self._places and self._sent - self._places[0].chars > MOST_OVERLAP:
-            del self._places[0]
-        # From where the engine that continues the stream is, too: its text is still compared.
-        begins = min(self._at, self._places[0].chars if self._places else self._sent)
-        self._text, self._text_at = self._text[begins - self._text_at :], begins
+        if said.text:
+            self._text.ends(len(self._ids), sure=len(ids) == 1)
+        self._text.forget()
 
     def _part(self, text: str, ids: list[int] | None = None) -> EventPart:
         return EventPart(text, ids, len(self._prompt), len(self._ids))
@@ -376,7 +314,7 @@ class StreamJournal:
         """Give up the journal, and its memory."""
         self.prevented = self.prevented or why
         self._prompt, self._ids = array("i"), array("i")
-        self._text = ""
+        self._text = SentText(held=0, reach=0)
 
 
 def _tells_role(choice: StreamChoice) -> bool:

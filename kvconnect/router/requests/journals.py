@@ -10,6 +10,7 @@ from kvconnect.router.policy.fleet_view import EngineKind
 from kvconnect.router.requests.apis import COMPLETIONS, Api
 from kvconnect.router.requests.body import Body, Prompt
 from kvconnect.router.requests.continuation import AfterLoss, StreamTerms, terms_of
+from kvconnect.router.requests.event_form import EventForm
 from kvconnect.router.requests.journal import StreamJournal
 from kvconnect.router.requests.replay import replay_of
 from kvconnect.router.requests.replay_journal import ReplayJournal
@@ -26,18 +27,26 @@ class Journal(Protocol):
         broken: why the engine's stream is no good; empty: it is.
         finished: the answer's last token was sent.
         done: so was the end of the stream.
-        sent: how much of it the client has; grows with it.
     """
 
     prevented: AfterLoss | None
     broken: str
     done: bool
-    sent: int
 
     @property
     def by_ids(self) -> bool: ...
     @property
     def finished(self) -> bool: ...
+    @property
+    def sent(self) -> int:
+        """How much of the stream the client has; grows with it."""
+
+    @property
+    def form(self) -> EventForm | None:
+        """See :attr:`StreamJournal.form`."""
+
+    def relayed(self, notes: bytes) -> None:
+        """See :meth:`StreamJournal.relayed`."""
 
     def feed(self, chunk: bytes) -> bytes:
         """Take what an engine has sent; return what of it the client gets."""

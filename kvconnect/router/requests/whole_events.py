@@ -18,6 +18,11 @@ class WholeEvents:
         self.too_long = False
         self._partial = b""
 
+    @property
+    def cut(self) -> bool:
+        """Whether the stream ends within an event so far."""
+        return bool(self._partial)
+
     def of(self, chunk: bytes) -> list[bytes]:
         """Return the events that end with a chunk, without the empty line at their end."""
         *whole, self._partial = (self._partial + chunk).split(END)

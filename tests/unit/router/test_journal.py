@@ -338,7 +338,7 @@ def test_memory_is_taken_for_prompt_and_tokens() -> None:
 
 
 def test_an_endless_event_breaks_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvconnect.router.requests.journal.MOST_EVENT", 100)
+    monkeypatch.setattr("kvconnect.router.requests.whole_events.MOST_EVENT", 100)
     stream = Continued(ASK)
     stream.feed([b"data: " + b"x" * 90, b"y" * 20])
     assert "size limit" in stream.journal.broken
@@ -346,7 +346,7 @@ def test_an_endless_event_breaks_the_stream(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_overlaps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvconnect.router.requests.journal.MOST_OVERLAP", 8)
+    monkeypatch.setattr("kvconnect.router.requests.sent_text.MOST_OVERLAP", 8)
     stream = Continued(ASK)
     stream.feed(streamed(ASK, TokenModel("a", each=2))[:5])
     assert stream.journal.resume() is None
