@@ -219,10 +219,14 @@ class Fleet:
     prefill: Server
     decode: list[Server]
     router: Router
+    admin: Admin
     runs: int = 0
 
-    def disturbed(self, number: int, disturb: Callable[[], None], left: list[Server]) -> Disturbed:
-        """Have streams begin, and ``disturb`` one decode engine; ``left``: who can work then."""
+    def disturbed(
+        self, victim: Server, disturb: Callable[[], None], left: list[Server]
+    ) -> Disturbed:
+        """Have streams begin, and ``disturb`` their decode engine; ``left``: who can work then."""
+        number = next(one["number"] for one in self.admin.workers() if one["url"] == victim.url)
         numbers = range(STREAMS * self.runs, STREAMS * (self.runs + 1))
         self.runs += 1
         prompts = [prompt_tokens(PROMPT, start=700 * each) for each in numbers]
@@ -254,7 +258,7 @@ class Fleet:
 
 
 @contextmanager
-def fleets() -> Iterator[tuple[Fleet, Admin]]:
+def fleet_of_engines() -> Iterator[Fleet]:
     """Run engines and a router, whose admin API takes orders."""
     role = chosen("continue_streams", host_bytes="off")
     with ExitStack() as stack:
@@ -272,25 +276,26 @@ def fleets() -> Iterator[tuple[Fleet, Admin]]:
         flags = ("--continue", "1", "--admin-token-file", str(token))
         flags += ("--admin-port", str(admin.port))
         router = stack.enter_context(Router([p], decode, flags))
-        yield Fleet(p, decode, router), admin
+        yield Fleet(p, decode, router, admin)
 
 
 def losses() -> dict[str, float]:
     """Return the figures of streams whose engine is drained, then killed."""
-    with fleets() as (fleet, admin):
+    with fleet_of_engines() as fleet:
         first, engines = fleet.decode[0], [fleet.prefill, *fleet.decode]
-        drained = fleet.disturbed(0, lambda: admin.drain("decode", first.url), engines)
+        drained = fleet.disturbed(first, lambda: fleet.admin.drain("decode", first.url), engines)
         progress(f"drain: {drained.cut} of {STREAMS} streams had to leave")
         count = fleet.router.metric
         figures = {
             f"drained_{result}": count("kvconnect_router_drained_streams_total", result=result)
             for result in ("handed_off", "computed", "stayed")
         }
-        admin.add("decode", first.url)
+        fleet.admin.add("decode", first.url)
         killed = Disturbed()
         for kill in range(KILLS):
             left = [fleet.prefill, *fleet.decode[kill + 1 :]]
-            found = fleet.disturbed(kill, fleet.decode[kill].kill, left)
+            victim = fleet.decode[kill]
+            found = fleet.disturbed(victim, victim.kill, left)
             progress(f"kill {kill + 1}: {found.cut} of {STREAMS} streams were cut")
             killed.add(found)
         continued = count("kvconnect_router_lost_streams_total", result="continued")

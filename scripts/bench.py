@@ -62,7 +62,7 @@ PLAN = (
     Run("transport", 3),
     Run("router", 4, needs=(PEERS,)),
     Run("balance", 4),
-    Run("continue_streams", 5),
+    Run("continue_streams", 6),
     Run("overhead", 4),
     Run("offload_engine", 4),
     Run("tiers_default", 4),

@@ -136,6 +136,10 @@ class Fleet:
             self.caches[process.port] = self._caches(process, block_bytes(model))
         return process
 
+    def workers(self) -> list[dict[str, Any]]:
+        """Return what an administrator sees: one engine answers all."""
+        return [{"number": 0, "url": f"http://127.0.0.1:{port}"} for port in self.caches]
+
     def leave(self, process: real.Process, *_: object) -> None:
         self.caches.pop(process.port, None)
 
@@ -272,6 +276,7 @@ def use_model_servers(monkeypatch: pytest.MonkeyPatch) -> Fleet:
         (real.Client, "abort", lambda client, *_, **__: None),
         (Admin, "drain", lambda admin, *_: None),
         (Admin, "add", lambda admin, *_: 0),
+        (Admin, "workers", lambda admin: fleet.workers()),
     ):
         monkeypatch.setattr(owner, name, _method(work))
     return fleet
