@@ -35,9 +35,9 @@ def servers() -> Iterator[Servers]:
         yield Servers(decode, router, control)
 
 
-def asked(number: int, *, temperature: float = 0) -> Ask:
+def asked(number: int) -> Ask:
     """Return the path and the body of a stream."""
-    common = {"model": "model", "max_tokens": NEW, "temperature": temperature, "ignore_eos": True}
+    common = {"model": "model", "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
     common |= {"stream": True, "stream_options": {"include_usage": True}}
     text = TEXT * (4 + number)
     if number % 2:
