@@ -164,7 +164,8 @@ class Decision:
             return Retry(left.failed(choice))
         if not self._failed.add(choice, role, cause):
             return Retry(left is not None and left.failed(choice))
-        keep = choice.decode.target.engine if role is Role.PREFILL else None
+        kept = role is Role.PREFILL and (choice.mode is not Mode.BOOTSTRAP or cause != "error")
+        keep = choice.decode.target.engine if kept else None
         self._routed = self._routed._replace(turn=self._routed.turn + 1, keep=keep)
         return Retry(True)
 

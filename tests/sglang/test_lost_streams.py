@@ -61,11 +61,7 @@ def test_streams_survive_kill_9_of_their_server(servers: Servers) -> None:
     streams, control = [first for first, _ in both], [second for _, second in both]
 
     def killable() -> set[int]:
-        """Servers in the middle of a stream of both routers, once none is being handed off: if a
-        prefill server reports first that its decode server is lost, and there is no other one, a
-        request that has no answer yet is lost, too."""
-        if not all(each.decode >= 0 for each in streams + control):
-            return set()
+        """Servers in the middle of a stream of both routers. Others may still be handed off."""
         at = [{e.decode for e in some if in_the_middle(e)} for some in (streams, control)]
         return at[0] & at[1]
 

@@ -147,8 +147,8 @@ class RoutingChoice(NamedTuple):
 
 @dataclass
 class FailedTargets:
-    """Engines that a request's next attempts avoid, by number. ``pushed``: prefill engine whose
-    push failed at decode. The next attempt is by pull, and takes it if no other is left."""
+    """Engines that a request's next attempts avoid, by number. ``pushed``: prefill engine of a push
+    or bootstrap that failed. The next attempt is no push, and takes it if no other is left."""
 
     prefill: set[int] = field(default_factory=set)
     decode: set[int] = field(default_factory=set)
@@ -167,19 +167,21 @@ class FailedTargets:
         """Record a failed attempt; return whether another attempt may succeed.
 
         A decode engine's error may come from its hand-off: one more is tried, after push by pull.
-        The same error again, or without a hand-off, is final.
+        The same error again, or without a hand-off, is final. SGLang's prefill server reports the
+        end of its decode server as an error, too.
         """
         if role is Role.DECODE and cause in ("unreachable", "lost"):
             self.decode.add(choice.decode.target.engine)
             return True
         if choice.prefill is None:
             return False
-        if role is Role.DECODE and choice.mode is Mode.PUSH and not self.handoff_failed:
+        handoff = role is Role.DECODE or (choice.mode is Mode.BOOTSTRAP and cause == "error")
+        if handoff and choice.mode is not Mode.PULL and not self.handoff_failed:
             self.pushed = choice.prefill.target.engine
         else:
             self.prefill.add(choice.prefill.target.engine)
         again = role is Role.PREFILL or not self.handoff_failed
-        self.handoff_failed = self.handoff_failed or role is Role.DECODE
+        self.handoff_failed = self.handoff_failed or handoff
         return again
 
 

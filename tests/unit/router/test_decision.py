@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -206,6 +207,39 @@ def test_after_a_failed_prefill_decode_is_kept() -> None:
     assert retry.follows and second.prefill is not None
     assert second.prefill.target != first.prefill.target
     assert second.decode.target == first.decode.target
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_error_of_one_of_sglangs_servers_may_be_the_other_ones(role: Role) -> None:
+    """A prefill server reports that its decode server is lost as an error of its own."""
+    asked, view = decision(), fleet(prefill=1, kind=EngineKind.SGLANG)
+    first = chosen(asked, view)
+    assert first.mode is Mode.BOOTSTRAP
+    assert asked.failed(first, role, "error", crashed="", now=0.0).follows
+    lost = first.decode.target.engine
+    rest = FleetView(
+        view.prefill, tuple(replace(engine, up=engine.index != lost) for engine in view.decode)
+    )
+    second = chosen(asked, rest)
+    assert second.prefill == first.prefill
+    assert second.decode.target.engine != lost
+    again = asked.failed(second, role, "error", crashed="", now=0.0).follows
+    assert not again or asked.choose(view) is None, "the same error again is final"
+
+
+def test_another_one_of_sglangs_prefill_servers_is_tried_first() -> None:
+    asked, view = decision(), fleet(kind=EngineKind.SGLANG)
+    first = chosen(asked, view)
+    assert asked.failed(first, Role.PREFILL, "error", crashed="", now=0.0).follows
+    second = chosen(asked, view)
+    assert first.prefill is not None and second.prefill is not None
+    assert second.prefill.target != first.prefill.target
+
+
+def test_control_an_error_of_vllms_prefill_engine_is_its_own() -> None:
+    asked, view = decision(), fleet(prefill=1)
+    asked.failed(chosen(asked, view), Role.PREFILL, "error", crashed="", now=0.0)
+    assert asked.choose(view) is None
 
 
 def test_an_error_of_decode_after_push_is_followed_by_pull_and_then_final() -> None:
