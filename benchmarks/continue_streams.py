@@ -233,7 +233,7 @@ class Fleet:
         want = [Stream(self.router, prompt) for prompt in prompts]
         ended(want)
         if any(each.error or not each.times for each in want):
-            raise RuntimeError(f"undisturbed streams fail: {want[0].error}")
+            raise RuntimeError(f"undisturbed streams fail: {[each.error for each in want]}")
         streams = [Stream(self.router, prompt) for prompt in prompts]
         begun(streams)
         before = prompt_tokens_of(left), prompt_tokens_of(left, "local_compute")
@@ -276,6 +276,8 @@ def fleet_of_engines() -> Iterator[Fleet]:
         flags = ("--continue", "1", "--admin-token-file", str(token))
         flags += ("--admin-port", str(admin.port))
         router = stack.enter_context(Router([p], decode, flags))
+        for number in range(2 * len(decode)):  # they meet: all at once, they answer no check
+            ended([Stream(router, prompt_tokens(PROMPT, start=70000 + number))])
         yield Fleet(p, decode, router, admin)
 
 
