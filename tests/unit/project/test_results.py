@@ -46,8 +46,6 @@ def test_a_result_names_the_commit_that_it_measured(
 
 # How old they are ---------------------------------------------------------------------------------
 
-WITHOUT_COMMIT = {"mooncake_storage", "serve"}
-"""Results that do not say what they measured, or of which release: to be measured again."""
 RELEASES_OLD = 1
 
 
@@ -74,7 +72,7 @@ def records() -> dict[str, dict[str, object]]:
 def test_results_are_of_this_release_or_the_last() -> None:
     changelog = common.CHANGELOG.read_text(encoding="utf-8")
     found = {name: fault for name, one in records().items() if (fault := stale(one, changelog))}
-    assert found.keys() <= WITHOUT_COMMIT, {**found}
+    assert not found
 
 
 def test_the_commits_of_results_are_in_the_history() -> None:
