@@ -304,7 +304,7 @@ def test_router(run: Any) -> None:
 @pytest.mark.smokes("continue_streams")
 def test_continue_streams(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_model_servers(monkeypatch)
-    small = {"ROUNDS": 1, "STREAMS": 2, "NEW": 40, "KILLS": 1}
+    small = {"ROUNDS": 1, "STREAMS": 2, "NEW": 40}
     found = run("continue_streams", "--seconds", "0.5", "--rate", "50", **small)
     assert found["wrong_streams"] == found["broken_streams"] == 0
     assert found["journal_over_relay"] > 0
