@@ -231,24 +231,24 @@ class Fleet:
             raise RuntimeError(f"undisturbed streams fail: {[each.error for each in want]}")
         streams = [Stream(self.router, prompt) for prompt in prompts]
         begun(streams)
-        before = prompt_tokens_of(left), prompt_tokens_of(left, "local_compute")
+        before, before_computed = prompt_tokens_of(left), prompt_tokens_of(left, "local_compute")
         received = prompt_tokens_of(left, "external_kv_transfer")
         disturb()
         ended(streams)
         # A decode engine receives what a prefill engine was asked for.
-        asked = prompt_tokens_of(left) - before[0]
+        asked = prompt_tokens_of(left) - before
         asked -= prompt_tokens_of(left, "external_kv_transfer") - received
         theirs = [each for each in streams if each.decode == number]
         others = [each.pause() for each in streams if each.decode != number]
         usual = statistics.median(others) if others else 0.0
         pairs = zip(streams, want, strict=True)
         return Disturbed(
-            [1000 * (each.pause() - usual) for each in theirs if not each.error],
-            len(theirs),
-            sum(each.text != whole.text for each, whole in pairs if not each.error),
-            sum(bool(each.error) for each in streams),
-            asked,
-            prompt_tokens_of(left, "local_compute") - before[1],
+            extra_ms=[1000 * (each.pause() - usual) for each in theirs if not each.error],
+            cut=len(theirs),
+            wrong=sum(each.text != whole.text for each, whole in pairs if not each.error),
+            broken=sum(bool(each.error) for each in streams),
+            asked=asked,
+            again=prompt_tokens_of(left, "local_compute") - before_computed,
         )
 
 

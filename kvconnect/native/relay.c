@@ -160,7 +160,7 @@ static size_t journaled(Stream *stream, const char *text, size_t length, char *m
     size_t at = 0, body, size, whole;
     char *end = made, line[SIZE_LINE + 1];
     while ((whole = whole_chunk(text + at, length - at, &body, &size)) > 0) {
-        char *content = end + SIZE_LINE; /* for now; an event is as long as the other side's */
+        char *content = end + SIZE_LINE; /* until its size is known, which comes before it */
         if (!pass_token_events(stream->events, text + at + body, size, content, &size))
             break;
         count_chunk(stream, content, size);

@@ -77,7 +77,7 @@ class JournaledStream:
         self, engine: asyncio.Transport, back: Callable[[Returned], None]
     ) -> RelayedStream | None:
         """See :meth:`Reply.relay`: native code notes the tokens of events like those before."""
-        form = self.journal.form
+        form = self.journal.next_form()
         if form is None:
             return None
 

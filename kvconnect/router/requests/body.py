@@ -138,12 +138,12 @@ def read_body(raw: bytes | bytearray) -> dict[str, Any]:
 def prompt_of(body: Body) -> Prompt:
     """Return the summary of a body. Never fails: validation is left to the engine."""
     sampled = not _is_one(body.get("n")) or not all(map(_is_one, _sampling(body)))
-    prompts = sum(_count(_bytes(body, key)) for key in _PROMPTS if key in body)
+    prompts = sum(_count(raw_of(body, key)) for key in _PROMPTS if key in body)
     responses = not prompts and "input" in body
     one_prompt = prompts == 1 or "messages" in body or (responses and _one_turn(body))
     one_answer = not sampled and _is_one(body.get("best_of")) and not _true(body, "use_beam_search")
-    tokens = sum(_ids_in(_bytes(body, key)) for key in _IDS if key in body)
-    chars = sum(_chars_in(_bytes(body, key)) for key in _TEXTS if key in body)
+    tokens = sum(_ids_in(raw_of(body, key)) for key in _IDS if key in body)
+    chars = sum(_chars_in(raw_of(body, key)) for key in _TEXTS if key in body)
     session = next(filter(None, (_text(body, key) for key in _SESSION)), "")
     tokens += chars // CHARS_PER_TOKEN
     return Prompt(
@@ -153,21 +153,21 @@ def prompt_of(body: Body) -> Prompt:
         session=session,
         sampled=sampled,
         retention_s=_retention_of(body),
-        streamed=_bytes(body, "stream") == b"true",
+        streamed=raw_of(body, "stream") == b"true",
     )
 
 
 def prefix_of(body: Body) -> PromptPrefix:
     """Return a prompt's cache keys. Takes bounded time: the end of a long prompt is left out."""
     ids = token_ids_of(body)
-    scope = hash((_bytes(body, "model"), *(_bytes(body, name) for name in _SCOPE)))
+    scope = hash((raw_of(body, "model"), *(raw_of(body, name) for name in _SCOPE)))
     if ids:
         cut: list[Any] = [
             tuple(ids[at : at + CHUNK_TOKENS]) for at in range(0, len(ids), CHUNK_TOKENS)
         ]
         whole = len(ids) // CHUNK_TOKENS
     else:
-        text = b"\0".join(filter(None, (_words(_bytes(body, key)) for key in _TEXTS)))
+        text = b"\0".join(filter(None, (_words(raw_of(body, key)) for key in _TEXTS)))
         size = CHUNK_TOKENS * CHARS_PER_TOKEN
         whole = len(text) // size
         cut = [text[at * size : (at + 1) * size] for at in range(min(whole, _MOST_UNITS))]
@@ -178,7 +178,7 @@ def prefix_of(body: Body) -> PromptPrefix:
 def token_ids_of(body: Body) -> list[int]:
     """Return the first token ids of a body's only prompt, usually all; none if it is text."""
     for key in _IDS:
-        text = _bytes(body, key)
+        text = raw_of(body, key)
         if len(text) > _MOST_IDS:
             text = text[: text.rfind(b",", 0, _MOST_IDS)] + b"]"
         try:
@@ -229,17 +229,16 @@ def _without_transfers(extra: Raw) -> object:
     return {name: value for name, value in _fields(extra).items() if name not in _EXTRAS}
 
 
-def _bytes(body: Body, key: str) -> bytes:
+def raw_of(body: Body, key: str) -> bytes:
     """Return a field's JSON, b"" if it is missing."""
     value = body.get(key, b"")
-    if isinstance(value, str):  # set by the router
-        return msgspec.json.encode(value)
-    return bytes(value)
+    # What is neither, the router has set.
+    return bytes(value) if isinstance(value, bytes | Raw) else msgspec.json.encode(value)
 
 
 def _text(body: Body, key: str) -> str:
     """Return a field's string, "" if it holds none. A long string is replaced by its digest."""
-    value = _bytes(body, key)
+    value = raw_of(body, key)
     if value[:1] != b'"':
         return ""
     if len(value) > _MOST_NAME:  # it is kept, and decoded it may take four times its bytes
@@ -251,7 +250,7 @@ def _text(body: Body, key: str) -> str:
 
 
 def _true(body: Body, key: str) -> bool:
-    return _bytes(body, key) not in _FALSE
+    return raw_of(body, key) not in _FALSE
 
 
 def _is_one(count: Raw | None) -> bool:
@@ -260,7 +259,7 @@ def _is_one(count: Raw | None) -> bool:
 
 def _sampling(body: Body) -> list[Raw]:
     """Return ``n`` in SGLang's sampling parameters: one for all prompts, or one each."""
-    text = _bytes(body, "sampling_params")
+    text = raw_of(body, "sampling_params")
     if not text:
         return []
     if text.count(b"{") > _MOST_OBJECTS:
@@ -326,7 +325,7 @@ def _retention_of(body: Body) -> float:
     """Return the longest time that ``prompt_cache_retention`` or a ``cache_control`` asks for."""
     seconds = [_RETENTION.get(_text(body, "prompt_cache_retention"), 0.0)]
     for key in _MARKED:
-        text = _bytes(body, key)
+        text = raw_of(body, key)
         if key == "cache_control":
             text = b'[{"cache_control":' + text + b"}]" if text else b""
         seconds.append(_longest_mark(text))
@@ -361,7 +360,7 @@ def _one_turn(body: Body) -> bool:
 
     An engine that calls a tool itself continues with a further prompt.
     """
-    tools = _bytes(body, "tools")
+    tools = raw_of(body, "tools")
     if any(_true(body, key) for key in _TURNS) or tools.count(b"{") > _MOST_OBJECTS:
         return False
     try:

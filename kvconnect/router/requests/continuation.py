@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from kvconnect.router.requests.apis import COMPLETIONS, Api
-from kvconnect.router.requests.body import Body, Prompt
+from kvconnect.router.requests.body import Body, Prompt, raw_of
 
 CHATS = "/v1/chat/completions"
 MOST_HELD = 1024
@@ -151,13 +151,15 @@ def terms_of(api: Api, body: Body, prompt: Prompt) -> StreamTerms | AfterLoss:
     if not prompt.single:
         return AfterLoss.PROMPTS
     for name in body.keys() - _CARRIED - _RECKONED - _SETTLED:
-        if (reason := _prevented(name, _raw(body, name))) is not None:
+        if (reason := _prevented(name, raw_of(body, name))) is not None:
             return reason
     try:
-        if chat and not _only_text(_raw(body, "messages")):
+        if chat and not _only_text(raw_of(body, "messages")):
             return AfterLoss.MEDIA
-        longest = _longest_stop(_raw(body, "stop"))
-        shown = msgspec.json.decode(_raw(body, "stream_options") or b"null", type=_UsageWish | None)
+        longest = _longest_stop(raw_of(body, "stop"))
+        shown = msgspec.json.decode(
+            raw_of(body, "stream_options") or b"null", type=_UsageWish | None
+        )
         for name in _RECKONED:
             _number(body, name)
     except _BROKEN:  # the engine refuses it
@@ -165,10 +167,10 @@ def terms_of(api: Api, body: Body, prompt: Prompt) -> StreamTerms | AfterLoss:
     if longest > MOST_HELD:
         return AfterLoss.FIELD
     before = max(0, longest - 1)
-    told = _raw(body, "include_stop_str_in_output") not in _FALSE
+    told = raw_of(body, "include_stop_str_in_output") not in _FALSE
     return StreamTerms(
         chat,
-        shows_ids=_raw(body, "return_token_ids") not in _FALSE,
+        shows_ids=raw_of(body, "return_token_ids") not in _FALSE,
         usage=shown is not None and bool(shown.include_usage),
         held=0 if told else before,
         reach=before if told else 0,
@@ -245,10 +247,5 @@ def _longest_stop(raw: bytes) -> int:
 
 
 def _number(body: Body, name: str) -> int | None:
-    raw = _raw(body, name)
+    raw = raw_of(body, name)
     return None if raw in _UNSET else msgspec.json.decode(raw, type=int)
-
-
-def _raw(body: Body, name: str) -> bytes:
-    value = body.get(name, b"")
-    return bytes(value) if isinstance(value, bytes | Raw) else msgspec.json.encode(value)

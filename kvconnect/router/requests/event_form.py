@@ -63,18 +63,18 @@ class NotedEvents:
         self._form: EventForm | None = None
 
     def learn(self, event: bytes) -> None:
-        """Take an event with text and token ids, in mid-stream, as an example."""
+        """Take an event with text and token ids, in mid-stream, as an example: the first counts."""
         if self._example is None:
             self._example = event
 
-    @property
     def form(self) -> EventForm | None:
-        """The form of further events, for native code; None: they are left to Python."""
-        # Twice: notes that came back are journaled when the next ones are made already.
-        if self._example and self._take(2 * NOTED_BYTES):
-            self._form = form_of(self._example, chat=self._chat, shows_ids=self._shows_ids)
+        """Return the form of further events, for native code; None: they are left to Python. The
+        memory for their notes is taken the first time."""
         if self._example:
-            self._example = b""  # once
+            example, self._example = self._example, b""  # once
+            # Twice: notes that came back are journaled when the next ones are made already.
+            if self._take(2 * NOTED_BYTES):
+                self._form = form_of(example, chat=self._chat, shows_ids=self._shows_ids)
         return self._form
 
     def add(self, notes: bytes) -> None:

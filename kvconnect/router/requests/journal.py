@@ -90,12 +90,11 @@ class StreamJournal:
             self._break("sent an event over the size limit")
         return b"".join(passed)
 
-    @property
-    def form(self) -> EventForm | None:
-        """What native code can pass on next; None: nothing. :meth:`relayed` follows."""
+    def next_form(self) -> EventForm | None:
+        """Return what native code can pass on next; None: nothing. :meth:`relayed` follows."""
         if self._events.cut or self._resumed or self.finished or self.broken or self.prevented:
             return None
-        return self._noted.form
+        return self._noted.form()
 
     def relayed(self, notes: bytes) -> None:
         """Take the notes of events that native code has passed on."""
@@ -120,7 +119,7 @@ class StreamJournal:
         delivered = self.resume()
         if delivered is None:
             return self.prevented or AfterLoss.IDS
-        found = continuation_body(body, self._terms, *delivered)
+        found = continuation_body(body, self._terms, delivered.prompt, delivered.generated)
         return AfterLoss.LENGTH if found is None else found
 
     def resume(self) -> Delivered | None:

@@ -41,9 +41,8 @@ class Journal(Protocol):
     def sent(self) -> int:
         """How much of the stream the client has; grows with it."""
 
-    @property
-    def form(self) -> EventForm | None:
-        """See :attr:`StreamJournal.form`."""
+    def next_form(self) -> EventForm | None:
+        """See :meth:`StreamJournal.next_form`."""
 
     def relayed(self, notes: bytes) -> None:
         """See :meth:`StreamJournal.relayed`."""

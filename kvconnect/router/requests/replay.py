@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from msgspec import Raw
 
 from kvconnect.router.policy.fleet_view import EngineKind
 from kvconnect.router.requests.apis import COMPLETIONS, Api
-from kvconnect.router.requests.body import Body, Prompt
+from kvconnect.router.requests.body import Body, Prompt, raw_of
 from kvconnect.router.requests.chunk_events import ChunkEvents
 from kvconnect.router.requests.continuation import CHATS, AfterLoss
 from kvconnect.router.requests.messages_events import MessagesEvents
@@ -40,7 +39,7 @@ def replay_of(kind: EngineKind, api: Api, body: Body, prompt: Prompt) -> EventFo
         return AfterLoss.API
     if kind is EngineKind.SGLANG and api.path not in _OF_SGLANG:
         return AfterLoss.ENGINE
-    if any(_raw(body, name) not in _FALSE for name in _AT_ONE_ENGINE):
+    if any(raw_of(body, name) not in _FALSE for name in _AT_ONE_ENGINE):
         return AfterLoss.FIELD
     if not prompt.single:  # of a response: the engine itself calls tools
         return AfterLoss.TOOLS if api.path == _RESPONSES else AfterLoss.PROMPTS
@@ -55,11 +54,6 @@ def _greedy(body: Body) -> bool:
 
 def _number(body: Body, name: str) -> float | None:
     try:
-        return msgspec.json.decode(_raw(body, name), type=float)
+        return msgspec.json.decode(raw_of(body, name), type=float)
     except BROKEN:
         return None
-
-
-def _raw(body: Body, name: str) -> bytes:
-    value = body.get(name, b"")
-    return bytes(value) if isinstance(value, bytes | Raw) else msgspec.json.encode(value)

@@ -35,7 +35,6 @@ class ReplayJournal:
 
     by_ids = False
     finished = False  # the rest is answered again, however short it is
-    form = None  # native code keeps no digest
 
     def __init__(self, events: EventFormat) -> None:
         self._format = events
@@ -78,8 +77,11 @@ class ReplayJournal:
         """Never: all would be computed again."""
         return False
 
+    def next_form(self) -> None:
+        """Return none: native code keeps no digest."""
+
     def relayed(self, notes: bytes) -> None:
-        """Nothing: see ``form``."""
+        """Nothing: there is no form."""
 
     def doubtful(self) -> array[int]:
         """Return no token: text is compared."""

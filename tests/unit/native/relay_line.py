@@ -6,27 +6,15 @@ import select
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import pytest
 
 from kvconnect._native import Relay
+from kvconnect.router.connections.relay import Returned
 from kvconnect.router.requests.event_form import EventForm
 
 MANY = 1 << 16
 LAST = b"0\r\n\r\n"
-
-
-class Record(NamedTuple):
-    key: int
-    reason: str
-    nbytes: int
-    chunks: int
-    heard: float
-    tail: bytes
-    unsent: bytes
-    rest: bytes
-    notes: bytes
 
 
 def chunk(content: bytes) -> bytes:
@@ -47,13 +35,13 @@ class Line:
         source, target = self.from_engine.fileno(), self.to_client.fileno()
         return self.relay.add(source, target, events_only, form)
 
-    def back(self) -> Record:
+    def back(self) -> Returned:
         """Wait until the stream comes back."""
         record = None
         while record is None:
             assert select.select([self.relay.fileno()], [], [], 60)[0]
             record = self.relay.take()
-        return Record(*record)
+        return Returned(*record)
 
     def reads(self, nbytes: int) -> bytes:
         """Return the next bytes that the client gets."""
@@ -63,7 +51,7 @@ class Line:
         found, self.got = self.got[:nbytes], self.got[nbytes:]
         return found
 
-    def settle(self, nbytes: int) -> tuple[bytes, Record | None]:
+    def settle(self, nbytes: int) -> tuple[bytes, Returned | None]:
         """Wait until the client has ``nbytes`` or the stream is back; return both."""
         returned = None
         while len(self.got) < nbytes and returned is None:
@@ -73,7 +61,7 @@ class Line:
                 self.got += self.client.recv(1 << 20)
             if self.relay.fileno() in ready:
                 record = self.relay.take()
-                returned = None if record is None else Record(*record)
+                returned = None if record is None else Returned(*record)
         if returned is not None:
             self.client.setblocking(False)
             with pytest.raises(BlockingIOError):

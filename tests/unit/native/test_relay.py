@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect._native import Relay
+from kvconnect.router.connections.relay import Returned
 from kvconnect.router.requests.event_form import EventForm
-from tests.unit.native.relay_line import LAST, MANY, Line, Record, chunk, line, whole_chunks
+from tests.unit.native.relay_line import LAST, MANY, Line, chunk, line, whole_chunks
 
 
 def passed(line: Line, pieces: list[bytes], *, forgets: bool = False) -> bytes:
@@ -210,8 +211,8 @@ def test_what_was_taken_away_is_served_no_more() -> None:
         ends.engine.sendall(chunk(b"a"))
         assert ends.reads(6)
         record = ends.relay.remove(key)
-        assert record is not None and Record(*record).reason == "removed"
-        assert Record(*record).heard > 0
+        assert record is not None and Returned(*record).reason == "removed"
+        assert Returned(*record).heard > 0
         ends.engine.sendall(chunk(b"b"))
         assert ends.relay.remove(key) is None
         assert ends.relay.heard(key) == 0
@@ -225,7 +226,7 @@ def test_what_came_back_can_be_removed_before_it_is_taken() -> None:
         ends.engine.sendall(LAST)
         assert select.select([ends.relay.fileno()], [], [], 60)[0]
         record = ends.relay.remove(key)
-        assert record is not None and Record(*record).rest == LAST
+        assert record is not None and Returned(*record).rest == LAST
         assert ends.relay.take() is None
 
 
@@ -306,7 +307,7 @@ class Crowd:
         (_, source), (_, target) = self.lines[at]
         self.away[self.relay.add(source.fileno(), target.fileno(), False, self.form)] = at
 
-    def own(self, record: Record) -> None:
+    def own(self, record: Returned) -> None:
         """Go on as a parser would, to the end of a chunk."""
         at = self.away.pop(record.key)
         (_, source), (_, target) = self.lines[at]
@@ -334,14 +335,14 @@ def test_streams_that_come_and_go_beside_traffic_lose_nothing(form: EventForm | 
         thread.start()
     while crowd.away:
         if (found := crowd.relay.take()) is not None:
-            crowd.own(Record(*found))
+            crowd.own(Returned(*found))
         elif removed < 200:
             key = draw.choice(list(crowd.away))
             assert crowd.relay.heard(key) > 0
             found = crowd.relay.remove(key)
             assert found is not None
             removed += 1
-            crowd.own(Record(*found))
+            crowd.own(Returned(*found))
         else:
             crowd.ends.set()
             select.select([crowd.relay.fileno()], [], [], 60)

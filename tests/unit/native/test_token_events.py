@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.router.connections.relay import Returned
 from kvconnect.router.requests.event_form import EventForm, TokenEvent
-from tests.unit.native.relay_line import LAST, Line, Record, chunk, line, whole_chunks
+from tests.unit.native.relay_line import LAST, Line, chunk, line, whole_chunks
 
 HEAD, MIDDLE, TAIL = b'data: {"text":', b',"end":null,"token_ids":', b"}\n\n"
 FORM = EventForm(HEAD, MIDDLE, TAIL, 1 << 12, False)
@@ -94,7 +95,7 @@ def passed(
     if key is not None:
         record = line.relay.remove(key)
         assert record is not None
-        notes += noted(Record(*record).notes)
+        notes += noted(Returned(*record).notes)
     return Client(contents(got), notes)
 
 

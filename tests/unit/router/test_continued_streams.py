@@ -16,6 +16,7 @@ from kvconnect.router.options import Listening
 from kvconnect.router.requests import retries
 from kvconnect.router.requests.continuation import AfterLoss
 from kvconnect.router.requests.journal import StreamJournal
+from tests.fakes.dying_streams import END, HANG, RESET, Death, sent_until
 from tests.fakes.engine import (
     Bench,
     FakeEngine,
@@ -34,7 +35,6 @@ ASK |= {"stream_options": {"include_usage": True}}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 PATHS = {"/v1/completions": ASK, "/v1/chat/completions": CHAT}
 EVERY = pytest.mark.parametrize("path", PATHS)
-HANG, END, RESET = "hang", "end", "reset"
 
 
 @dataclass
@@ -58,24 +58,7 @@ class Lives:
         stream = await begin_stream(request)
         name = self.names[len(self.asked) - 1]
         events = list(TokenModel(name, each=self.each).events(body))
-        if death is not None and death < 0:
-            events = events[:-death]
-        left = sum(map(len, events)) if death is None or death < 0 else death
-        for event in events:
-            if sent := event[:left]:
-                await stream.write(sent)
-            left -= len(sent)
-        if death is None:
-            return stream
-        if self.last:
-            await stream.write(self.last)
-        assert request.transport is not None
-        if self.how == HANG:
-            await asyncio.Event().wait()
-        elif self.how == RESET:
-            await asyncio.sleep(0)
-            request.transport.close()
-        return stream
+        return await sent_until(request, stream, events, Death(death, self.how, self.last))
 
 
 @asynccontextmanager

@@ -87,10 +87,10 @@ def test_what_has_no_form_is_left_to_python(odd: bytes) -> None:
 def test_the_first_example_is_the_form_and_takes_memory_once() -> None:
     taken: list[int] = []
     noted = NotedEvents(lambda size: not taken.append(size), chat=False, shows_ids=True)
-    assert noted.form is None and not taken
+    assert noted.form() is None and not taken
     noted.learn(event())
     noted.learn(event(id="cmpl-2"))
-    assert noted.form == noted.form == form_of(event(), chat=False, shows_ids=True)
+    assert noted.form() == noted.form() == form_of(event(), chat=False, shows_ids=True)
     assert taken == [2 * NOTED_BYTES]
 
 
@@ -98,7 +98,7 @@ def test_without_memory_there_is_no_form() -> None:
     asked: list[int] = []
     noted = NotedEvents(lambda size: bool(asked.append(size)), chat=False, shows_ids=True)
     noted.learn(event())
-    assert noted.form is None and noted.form is None
+    assert noted.form() is None and noted.form() is None
     assert len(asked) == 1, "and it is not asked for again and again"
 
 

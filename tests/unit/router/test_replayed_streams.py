@@ -24,6 +24,7 @@ from tests.fakes.answer_streams import (
     Answer,
     merged,
 )
+from tests.fakes.dying_streams import END, HANG, RESET, Death, sent_until
 from tests.fakes.engine import (
     Bench,
     FakeEngine,
@@ -41,7 +42,6 @@ VLLM, SGLANG = "", ",engine=sglang"
 STREAMS = {"messages": (MESSAGES, VLLM), "responses": (RESPONSES, VLLM)}
 STREAMS |= {"completions": (COMPLETIONS, SGLANG), "chats": (CHATS, SGLANG)}
 EVERY = pytest.mark.parametrize(("path", "kind"), STREAMS.values(), ids=STREAMS)
-HANG, END, RESET = "hang", "end", "reset"
 UNIFIED = {"mode": "plain", "reason": "unified"}
 
 
@@ -68,24 +68,7 @@ class Lives:
         death = self.deaths.pop(0) if self.deaths else None
         stream = await begin_stream(request)
         events = self.answers[len(self.asked) - 1].events(request.path)
-        if death is not None and death < 0:
-            events = events[:-death]
-        left = sum(map(len, events)) if death is None or death < 0 else death
-        for event in events:
-            if sent := event[:left]:
-                await stream.write(sent)
-            left -= len(sent)
-        if death is None:
-            return stream
-        if self.last:
-            await stream.write(self.last)
-        assert request.transport is not None
-        if self.how == HANG:
-            await asyncio.Event().wait()
-        elif self.how == RESET:
-            await asyncio.sleep(0)
-            request.transport.close()
-        return stream
+        return await sent_until(request, stream, events, Death(death, self.how, self.last))
 
 
 @asynccontextmanager
