@@ -24,8 +24,11 @@ MAY_SKIP = (
 )
 
 
+IN_CI = os.environ.get("CI") == "true"
+
+
 def _forbidden(reason: str) -> bool:
-    return os.environ.get("CI") == "true" and not reason.endswith(MAY_SKIP)
+    return IN_CI and not reason.endswith(MAY_SKIP)
 
 
 @pytest.hookimpl(wrapper=True)
