@@ -14,6 +14,8 @@ NEW = 480  # tokens of an answer
 WELL_BEGUN = 8  # events
 LAST = ("message_stop", "response.completed")
 """Types of last events, where these have types."""
+LIMITS = ("max_tokens", "max_output_tokens", "max_new_tokens")
+"""Fields that say how many tokens are wanted, by API."""
 TEXT = "Say something about the sea, and about the wind. "
 Ask = tuple[str, dict[str, Any]]
 
@@ -95,4 +97,7 @@ def said(stream: Streamed) -> Said:
 
 def in_the_middle(stream: Streamed) -> bool:
     """Whether a stream has begun, and is far from its end."""
-    return WELL_BEGUN < len(stream.events) < NEW // 2 and not stream.whole
+    _, body = stream.ask
+    limits = body | body.get("sampling_params", {})
+    most: int = next(limits[name] for name in LIMITS if name in limits)
+    return WELL_BEGUN < len(stream.events) < most // 2 and not stream.whole

@@ -1,5 +1,5 @@
 """Streams in which engines send an answer of plain text, by API: vLLM's Messages and Responses,
-SGLang's completions and chats. As those engines' own code makes them.
+SGLang's completions and chats, and its own API. As those engines' own code makes them.
 
 Two engines send the same answer with other ids, times and numbers, and cut it into other events.
 """
@@ -19,6 +19,7 @@ USAGE = (3, 20)  # tokens of the prompt, and of the answer
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+GENERATE = "/generate"
 _TURN = {"messages": [{"role": "user", "content": "hello"}]}
 _COMMON = {"model": "tiny", "stream": True, "temperature": 0, "max_tokens": 40}
 ASKS: dict[str, dict[str, Any]] = {
@@ -26,6 +27,7 @@ ASKS: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": "tiny", "stream": True, "temperature": 0, "input": "hello"},
     COMPLETIONS: _COMMON | {"prompt": "hello", "stream_options": {"include_usage": True}},
     CHATS: _COMMON | _TURN | {"stream_options": {"include_usage": True}},
+    GENERATE: {"text": "hello", "stream": True, "sampling_params": {"temperature": 0}},
 }
 
 
@@ -47,6 +49,7 @@ class Answer:
     def events(self, path: str) -> list[bytes]:
         """Return the events of a stream."""
         made = {MESSAGES: self._messages, RESPONSES: self._responses, CHATS: self._chat}
+        made |= {GENERATE: self._generate}
         return list(made.get(path, self._completion)())
 
     @property
@@ -132,6 +135,16 @@ class Answer:
         yield self._chunk(kind, [], usage=_usage())
         yield b"data: [DONE]" + END
 
+    def _generate(self) -> Iterator[bytes]:
+        pieces = (self._pieces or [""]) if self.joined else [*self._pieces, ""]
+        for at, said in enumerate(itertools.accumulate(pieces)):
+            end = {"type": "length", "length": 40} if at == len(pieces) - 1 else None
+            meta = {"id": self.name * 32, "finish_reason": end, "prompt_tokens": USAGE[0]}
+            meta |= {"completion_tokens": len(said), "cached_tokens": 0}
+            event = {"text": said, "output_ids": [*map(ord, said)], "meta_info": meta}
+            yield b"data: " + _json(event) + END
+        yield b"data: [DONE]" + END
+
     def _chunk(self, kind: str, choices: list[Any], **more: Any) -> bytes:
         head = {"id": self.name * 32, "object": kind, "created": self._created, "model": "tiny"}
         return b"data: " + _json({**head, "choices": choices, **more}) + END
@@ -174,8 +187,12 @@ def merged(answer: bytes) -> list[Any]:
     assert len(names) <= 1, names
     for name in names:
         answer = answer.replace(name, b'"msg"')
+    said = ""
     for number, event in enumerate(read(answer)):
         text = _text_of(event)
+        if "meta_info" in event:  # and all before
+            assert text.startswith(said)
+            text, said = text[len(said) :], text
         if "sequence_number" in event:
             assert event.pop("sequence_number") == number
         if text and made and isinstance(made[-1], str):
@@ -191,6 +208,8 @@ def _text_of(event: dict[str, Any]) -> str:
     if event.get("choices"):
         choice = event["choices"][0]
         return choice.get("text") or choice.get("delta", {}).get("content") or ""
+    if "meta_info" in event:
+        return str(event["text"])
     delta = event.get("delta")
     return delta.get("text", "") if isinstance(delta, dict) else delta or ""
 
@@ -200,6 +219,8 @@ def _only_text(event: dict[str, Any]) -> bool:
         choice = event["choices"][0]
         role = choice.get("delta", {}).get("role")
         return choice["finish_reason"] is None and role is None
+    if "meta_info" in event:
+        return event["meta_info"]["finish_reason"] is None
     delta = event.get("delta")
     return isinstance(delta, str) or (isinstance(delta, dict) and "text" in delta)
 

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from tests.engines.ranks import until
-from tests.engines.server import Router
-from tests.engines.streams import TEXT, WELL_BEGUN, Ask, Streamed, said
+from tests.engines.lost_streams import Fleet, survive_a_kill, two_routers
+from tests.engines.streams import TEXT, Ask, Said, Streamed, said
 from tests.sglang.pd import decode_server, prefill_server, side_by_side
-from tests.sglang.server import SglangServer
 
 STREAMS = 6
 NEW = 960  # tokens of an answer: all are in their middle for seconds
 
 
-class Servers(NamedTuple):
-    decode: list[SglangServer]
-    router: Router
-    control: Router
-
-
 @pytest.fixture(scope="module")
-def servers() -> Iterator[Servers]:
+def fleet() -> Iterator[Fleet]:
     size: Any = {"texts": True, "tokens": 16384}
-    p, decode = prefill_server(**size), [decode_server(**size) for _ in range(2)]
-    with (
-        side_by_side(p, *decode),
-        Router([p], decode, ("--continue", "1")) as router,
-        Router([p], decode) as control,
-    ):
-        yield Servers(decode, router, control)
+    prefill, decode = prefill_server(**size), [decode_server(**size) for _ in range(2)]
+    with side_by_side(prefill, *decode), two_routers(prefill, decode) as fleet:
+        yield fleet
 
 
 def asked(number: int) -> Ask:
@@ -40,40 +29,30 @@ def asked(number: int) -> Ask:
     common = {"model": "model", "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
     common |= {"stream": True, "stream_options": {"include_usage": True}}
     text = TEXT * (4 + number)
-    if number % 2:
+    if number % 3 == 0:
         return "/v1/completions", common | {"prompt": text}
-    return "/v1/chat/completions", common | {"messages": [{"role": "user", "content": text}]}
+    if number % 3 == 1:
+        return "/v1/chat/completions", common | {"messages": [{"role": "user", "content": text}]}
+    sampling = {"max_new_tokens": NEW, "temperature": 0, "ignore_eos": True}
+    return "/generate", {"text": text, "stream": True, "sampling_params": sampling}
 
 
-def count(router: Router, name: str, **labels: str) -> float:
-    return router.metric(f"kvconnect_router_{name}_total", **labels)
+def told(stream: Streamed) -> Said:
+    """Return what a client makes of a stream of any of these."""
+    if stream.ask[0] != "/generate":
+        return said(stream)
+    stream.join()
+    assert stream.whole and not stream.error, stream.error
+    for before, after in itertools.pairwise(stream.events):
+        assert after["text"].startswith(before["text"])
+    last = stream.events[-1]
+    meta = last["meta_info"]
+    tokens = meta["prompt_tokens"], meta["completion_tokens"], 0
+    heads = {event["meta_info"]["id"] for event in stream.events}
+    ends = [meta["finish_reason"]["type"]]
+    return Said(last["text"], last["output_ids"], [], ends, [tokens], len(heads))
 
 
-def in_the_middle(stream: Streamed) -> bool:
-    return WELL_BEGUN < len(stream.events) < NEW // 2 and not stream.whole
-
-
-def test_streams_survive_kill_9_of_their_server(servers: Servers) -> None:
-    asks = [asked(number) for number in range(STREAMS)]
-    want = [said(each) for each in [Streamed(servers.control, ask) for ask in asks]]
+def test_streams_survive_kill_9_of_their_server(fleet: Fleet) -> None:
+    want = survive_a_kill(fleet, [asked(number) for number in range(STREAMS)], told)
     assert all(each.text and each.heads == 1 for each in want)
-    both = [(Streamed(servers.router, ask), Streamed(servers.control, ask)) for ask in asks]
-    streams, control = [first for first, _ in both], [second for _, second in both]
-
-    def killable() -> set[int]:
-        """Servers in the middle of a stream of both routers. Others may still be handed off."""
-        at = [{e.decode for e in some if in_the_middle(e)} for some in (streams, control)]
-        return at[0] & at[1]
-
-    until(lambda: bool(killable()), "a stream of both routers at one server")
-    victim = min(killable())
-    servers.decode[victim].kill()
-    assert [said(each) for each in streams] == want
-    lost = sum(each.decode == victim for each in streams)
-    assert 0 < count(servers.router, "lost_streams", result="continued") <= lost
-    for each in control:
-        each.join()
-    broken = [each for each in control if each.error]
-    assert broken, "the control: these are lost without the flag"
-    assert count(servers.control, "requests", outcome="broken") == len(broken)
-    assert count(servers.router, "requests", outcome="broken") == 0

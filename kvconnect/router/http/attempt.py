@@ -26,6 +26,11 @@ from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.tracing import RequestSpans
 
+HEAD_START_S = 1.0
+"""A decode engine of a push is asked so long before prefill is expected to begin. A step of a busy
+prefill engine may take as long, and more than one prompt may begin with it."""
+_CHECK_S = 0.5  # prompts may be computed faster than expected
+
 Passing = Reply | ReceiptStream | RenamedStream | JournaledStream
 """What passes a stream on to its client."""
 
@@ -66,6 +71,7 @@ class Attempt:
         self._ready_at: float | None = None  # prefill has ended, and decode its earlier prompts
         self._services, self._spans, self._reply = services, spans, reply
         self._room = room
+        self._prefilling: EngineCall | None = None
         self._streams_receipt = decision.streams_receipt
         self._streamed = decision.streamed
         self._journaled = journaled
@@ -111,7 +117,7 @@ class Attempt:
                 passing, receipt = ReceiptStream(self._reply, awaited), awaited.nonce
             chosen, work = legs.choice.decode, self._decode_work()
             call = await ends.enter_async_context(self._call(decode, chosen, work, Role.DECODE))
-            beginning = self._begin(call, receipt)
+            beginning = self._begin(call, receipt, prefill)
             first = await (beginning if prefill is None else _beginning(prefill, beginning))
             if call.streams:
                 self._arrived(decode)
@@ -129,6 +135,7 @@ class Attempt:
         engine = self._services.fleet.get(role, chosen.target.engine)
         work = PromptWork.SEEN if role is Role.PREFILL else PromptWork.NONE
         async with self._call(engine, chosen, work, Role.PREFILL) as call:
+            self._prefilling = call
             await call.open(self.legs.prefill(), self._overhead.written)
             answer: bytes | None = None
             if call.streams:
@@ -154,9 +161,22 @@ class Attempt:
             prefill.cancel()
             await asyncio.gather(prefill, return_exceptions=True)
 
-    async def _begin(self, call: EngineCall, receipt: bool | str) -> bytes:
+    async def _prefill_is_near(self, prefill: asyncio.Task[None]) -> None:
+        """Wait while the prefill engine has other prompts to compute before. A decode engine holds
+        blocks for a prompt from when it is asked, for which its streams may have to give way."""
+        while self._prefilling is not None and not prefill.done():
+            wait_s = self._prefilling.starts_in_s() - HEAD_START_S
+            if wait_s <= 0:
+                return
+            await asyncio.wait({prefill}, timeout=min(wait_s, _CHECK_S))
+
+    async def _begin(
+        self, call: EngineCall, receipt: bool | str, prefill: asyncio.Task[None] | None
+    ) -> bytes:
         """Return the first bytes of decode's answer; all of them if it is no stream, and not
         long or needed whole."""
+        if prefill is not None and self.legs.choice.mode is Mode.PUSH:
+            await self._prefill_is_near(prefill)
         ids = self._journaled is not None and self._journaled.journal.by_ids
         await call.open(self.legs.decode(receipt, ids=ids), self._overhead.written)
         if call.streams:

@@ -189,6 +189,13 @@ class EngineCall:
         """Whether the response is a stream of server-sent events."""
         return self.content_type.startswith(EVENT_STREAM)
 
+    def starts_in_s(self) -> float:
+        """Return the seconds until the engine is expected to begin with the prompt; 0 if that is
+        not known, or it has."""
+        if self._prompt is None:
+            return 0.0
+        return self.engine.timer.starts_in_s(self._prompt, time.monotonic())
+
     async def open(self, ask: EngineRequest, on_written: Callable[[], None]) -> None:
         """Send the request and wait for the head of a response with status 200.
 

@@ -8,7 +8,9 @@ for each token. Recent requests count most. What was not measured for a while is
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -66,13 +68,14 @@ NOTHING_KNOWN = PromptTimes()
 
 class StartedPrompt(NamedTuple):
     """A prompt that was sent to a rank at time ``at``; ``ahead``: tokens that it waits for.
-    ``number``: of the engine's prompts."""
+    ``number``: of the engine's prompts. ``done``: tokens that the rank had computed."""
 
     number: int
     rank: int
     tokens: int
     ahead: int
     at: float
+    done: int
 
 
 class TimeFit:
@@ -123,13 +126,23 @@ class TimeFit:
         return LinearTime(fixed_s, token_s) if fixed_s >= 0 else whole
 
 
+@dataclass
+class _RankQueue:
+    """The prompts of a rank: tokens that wait, tokens that are computed, and since when it works on
+    the first of those that wait."""
+
+    waiting: int = 0
+    done: int = 0
+    since: float = 0.0
+
+
 class PromptTimer:
     """Measures the prompts of one engine. Not thread-safe."""
 
     def __init__(self) -> None:
         self._number = 0
         self._open: dict[int, StartedPrompt] = {}  # not computed yet
-        self._waiting: dict[int, int] = {}  # their tokens by rank
+        self._queues: defaultdict[int, _RankQueue] = defaultdict(_RankQueue)
         self._unseen: list[tuple[float, int]] = []  # when they are expected to be computed
         self._compute = TimeFit(by_length=True)
         self._arrival: dict[str, TimeFit] = {}
@@ -140,10 +153,13 @@ class PromptTimer:
         is computed; else it counts as computed when that is expected."""
         self._expire(now)
         self._number, rank = self._number + 1, rank or 0
-        ahead = self._waiting.get(rank, 0)
-        prompt = StartedPrompt(self._number, rank, tokens, ahead, now)
+        queue = self._queues[rank]
+        ahead = queue.waiting
+        if not ahead:
+            queue.since = now
+        prompt = StartedPrompt(self._number, rank, tokens, ahead, now, queue.done)
         self._open[prompt.number] = prompt
-        self._waiting[rank] = ahead + tokens
+        queue.waiting += tokens
         compute = self._compute.at(now)
         if compute is not None and not seen:
             heapq.heappush(self._unseen, (now + compute.seconds(ahead + tokens), prompt.number))
@@ -152,9 +168,18 @@ class PromptTimer:
     def end(self, prompt: StartedPrompt, now: float, *, measured: bool) -> None:
         """Remove a prompt. ``measured``: it has just been computed."""
         self._expire(now)
-        self._remove(prompt.number)
+        self._remove(prompt.number, now)
         if measured:
             self._compute.add(prompt.ahead + prompt.tokens, now - prompt.at, now)
+
+    def starts_in_s(self, prompt: StartedPrompt, now: float) -> float:
+        """Return the seconds until the engine is expected to begin with a prompt; 0 if that is not
+        known. Prompts are taken to be computed one after the other."""
+        compute, queue = self._compute.at(now), self._queues[prompt.rank]
+        ahead = prompt.ahead - (queue.done - prompt.done)
+        if compute is None or ahead <= 0:
+            return 0.0
+        return max(0.0, compute.token_s * ahead - (now - queue.since))
 
     def arrived(self, mode: str, tokens: int, seconds: float, now: float) -> None:
         """Take the seconds from the end of prefill to the first token."""
@@ -167,14 +192,18 @@ class PromptTimer:
         self._expire(now)
         every = self._arrivals.at(now)
         arrival = {mode: line for mode, fit in self._arrival.items() if (line := fit.at(now))}
+        waiting = {rank: queue.waiting for rank, queue in self._queues.items()}
         arrival_s = None if every is None else every.fixed_s
-        return PromptTimes(self._compute.at(now), arrival, dict(self._waiting), arrival_s)
+        return PromptTimes(self._compute.at(now), arrival, waiting, arrival_s)
 
     def _expire(self, now: float) -> None:
         while self._unseen and self._unseen[0][0] <= now:
-            self._remove(heapq.heappop(self._unseen)[1])
+            self._remove(heapq.heappop(self._unseen)[1], now)
 
-    def _remove(self, number: int) -> None:
+    def _remove(self, number: int, now: float) -> None:
         prompt = self._open.pop(number, None)
         if prompt is not None:
-            self._waiting[prompt.rank] -= prompt.tokens
+            queue = self._queues[prompt.rank]
+            queue.waiting -= prompt.tokens
+            queue.done += prompt.tokens
+            queue.since = now

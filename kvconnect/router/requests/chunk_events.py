@@ -54,7 +54,7 @@ class ChunkEvents:
         try:
             found = _CHUNK.decode(data_of(event) or b"")
             if bytes(found.error) != b"null":
-                return _error(found)
+                return error_reading(found.error)
             made = _of_choices(found)
         except BROKEN:
             return Reading(prevented=AfterLoss.PARSER)
@@ -76,9 +76,10 @@ class ChunkEvents:
         return {}
 
 
-def _error(found: _TextChunk) -> Reading:
+def error_reading(raw: Raw) -> Reading:
+    """Return what an event with an error is."""
     try:
-        error = msgspec.json.decode(found.error, type=stream_events.EngineError)
+        error = msgspec.json.decode(raw, type=stream_events.EngineError)
     except BROKEN:
         error = stream_events.EngineError()
     if error.code is not None and error.code < 500:

@@ -91,7 +91,7 @@ class EventChange(NamedTuple):
 
 
 class EventFormat(Protocol):
-    """The events of one API. Events have no empty line at their end."""
+    """The events of one API, of one engine's stream. They have no empty line at their end."""
 
     def read(self, event: bytes) -> Reading:
         """Return what an event is."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvconnect.router.requests.continuation import AfterLoss
@@ -36,8 +36,9 @@ class ReplayJournal:
     by_ids = False
     finished = False  # the rest is answered again, however short it is
 
-    def __init__(self, events: EventFormat) -> None:
-        self._format = events
+    def __init__(self, events: Callable[[], EventFormat]) -> None:
+        """``events``: makes what reads the events of one engine."""
+        self._formats, self._format = events, events()
         self.prevented: AfterLoss | None = None
         self.broken = ""
         self.done = False
@@ -68,7 +69,8 @@ class ReplayJournal:
         """Return the request to the next engine, whose events follow: the client's."""
         if self.prevented is not None:
             return self.prevented
-        self._events, self.broken, self._held, self._again = WholeEvents(), "", None, True
+        self._events, self._format = WholeEvents(), self._formats()
+        self.broken, self._held, self._again = "", None, True
         self._theirs, self._at, self._known = StreamNames(), 0, self.sent
         self._compared = _digest()
         return {**body, **self._format.asked_again(self._names)}

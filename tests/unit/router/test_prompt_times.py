@@ -126,6 +126,36 @@ def test_what_nobody_sees_counts_as_long_as_it_is_expected_to_take() -> None:
     assert timer.at(200.0).waiting(0) == 1000
 
 
+def test_when_the_engine_begins_with_a_prompt() -> None:
+    timer = PromptTimer()
+    early = timer.begin(0, 1000, 0.0, seen=True)
+    behind = timer.begin(0, 1000, 0.0, seen=True)
+    assert timer.starts_in_s(behind, 0.0) == 0, "nothing is known yet"
+    for prompt in (early, behind):
+        timer.end(prompt, 0.0, measured=False)
+    for _ in range(FEWEST):
+        timer.end(timer.begin(0, 1000, 100.0, seen=True), 101.0, measured=True)
+
+    first, second, third, short = (
+        timer.begin(0, tokens, 101.0, seen=True) for tokens in (2000, 500, 100, 10)
+    )
+    other = timer.begin(1, 100, 101.0, seen=True)  # of another rank
+
+    def starts(now: float) -> list[float]:
+        return [timer.starts_in_s(each, now) for each in (first, second, third, other)]
+
+    assert starts(101.0) == pytest.approx([0, 2, 2.5, 0])
+    assert starts(102.5) == pytest.approx([0, 0.5, 1, 0])
+    assert starts(105.0) == [0, 0, 0, 0], "it takes longer than expected"
+    timer.end(first, 106.0, measured=True)
+    compute = timer.at(106.0).compute
+    assert compute is not None
+    assert starts(106.0) == pytest.approx([0, 0, 500 * compute.token_s, 0])
+    timer.end(short, 106.0, measured=True)  # out of turn
+    timer.end(second, 106.0, measured=True)
+    assert starts(106.0) == [0, 0, 0, 0]
+
+
 def test_modes_arrive_in_their_own_time() -> None:
     timer = PromptTimer()
     for _ in range(FEWEST):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvconnect.router.requests.chunk_events import ChunkEvents
 from kvconnect.router.requests.continuation import AfterLoss
+from kvconnect.router.requests.generate_events import GenerateEvents
 from kvconnect.router.requests.messages_events import MessagesEvents
 from kvconnect.router.requests.replay_events import EventFormat
 from kvconnect.router.requests.replay_journal import ReplayJournal
@@ -22,18 +23,21 @@ from tests.fakes.answer_streams import (
     CHATS,
     COMPLETIONS,
     END,
+    GENERATE,
     MESSAGES,
     RESPONSES,
     TEXT,
     Answer,
     merged,
+    read,
 )
 
-FORMATS: dict[str, EventFormat] = {
-    MESSAGES: MessagesEvents(),
-    RESPONSES: ResponsesEvents(),
-    COMPLETIONS: ChunkEvents(),
-    CHATS: ChunkEvents(),
+FORMATS: dict[str, Callable[[], EventFormat]] = {
+    MESSAGES: MessagesEvents,
+    RESPONSES: ResponsesEvents,
+    COMPLETIONS: ChunkEvents,
+    CHATS: ChunkEvents,
+    GENERATE: GenerateEvents,
 }
 EVERY = pytest.mark.parametrize("path", FORMATS)
 OTHER = "answered again with another text than the one that was sent"
@@ -145,7 +149,7 @@ def test_what_differs_after_the_cut_is_the_engines_own(path: str) -> None:
     """Nobody can know better. The last character before it is compared."""
     events = Answer("a", each=1).events(path)
     stream = Stream(path)
-    at = next(at for at, event in enumerate(events) if b'"h"' in event) + 1
+    at = next(at for at, event in enumerate(events) if b'"h"' in event or b'"Th"' in event) + 1
     stream.feed(b"".join(events[:at]))
     stream.again()
     stream.feed(whole(path, name="b", text="Thx sea"))
@@ -193,6 +197,12 @@ def event(path: str, name: str, **fields: Any) -> bytes:
 
 def choice(**fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "logprobs": None, "finish_reason": None, **fields}]}
+
+
+def generated(text: str, tokens: int, **end: Any) -> bytes:
+    """Return an event of SGLang's own API with one token id per character."""
+    meta = {"id": "a", "completion_tokens": tokens, "finish_reason": end or None}
+    return event(GENERATE, "", text=text, output_ids=[*map(ord, text)], meta_info=meta)
 
 
 ITEM, PART = "response.output_item.added", "response.content_part.added"
@@ -245,6 +255,10 @@ DELTA = "response.output_text.delta"
         (CHATS, event(CHATS, "", **choice(delta={"tool_calls": [{}]})), "tools"),
         (CHATS, event(CHATS, "", **choice(delta={"reasoning_content": "a"})), "parser"),
         (CHATS, event(CHATS, "", error={"code": 400, "message": "no"}), "failed"),
+        (GENERATE, event(GENERATE, "", error={"code": 400, "message": "no"}), "failed"),
+        (GENERATE, generated("a", 9), "ids"),  # what is new
+        (GENERATE, event(GENERATE, "", text="a"), "parser"),
+        (GENERATE, b"data: {" + END, "parser"),
     ],
 )
 def test_streams_with_anything_but_text_are_not_answered_again(
@@ -298,6 +312,8 @@ def test_streams_with_anything_but_text_are_not_answered_again(
         ),
         (CHATS, event(CHATS, "", error={}), "reported an error"),
         (CHATS, event(CHATS, "", **choice(delta={}, finish_reason="abort")), "ended the request"),
+        (GENERATE, generated("a", 9, type="abort", message="gone"), "ended the request"),
+        (GENERATE, event(GENERATE, "", error={"message": "core died", "code": 503}), "core died"),
     ],
 )
 def test_what_an_engine_says_of_its_end_is_no_end(path: str, sent: bytes, message: str) -> None:
@@ -336,6 +352,26 @@ def test_nothing_that_an_engine_sends_is_an_error_of_the_router(
         stream.again()
 
 
+def test_where_there_is_no_text_token_ids_are_compared() -> None:
+    def ids(name: str, *ends: int, shift: int = 0) -> list[bytes]:
+        raws = []
+        for end in ends:
+            made = {"id": name, "completion_tokens": end, "finish_reason": None}
+            ids = [*range(shift, shift + end)]
+            raws.append(event(GENERATE, "", output_ids=ids, meta_info=made))
+        return raws
+
+    stream = Stream(GENERATE)
+    stream.feed(b"".join(ids("a", 1, 3)))
+    before = stream.got
+    stream.again()
+    stream.feed(b"".join(ids("b", 2, 3, shift=1)))  # the control
+    assert stream.got == before and stream.journal.broken == OTHER
+    stream.again()
+    stream.feed(b"".join(ids("c", 2, 3, 4)))
+    assert read(stream.got) == read(before + ids("a", 4)[0])
+
+
 def test_an_event_without_an_end_is_not_kept_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvconnect.router.requests.whole_events.MOST_EVENT", 1000)
     stream = Stream(MESSAGES)
@@ -363,7 +399,7 @@ def test_the_engine_gets_the_response_id_that_the_client_knows() -> None:
     assert stream.again() == ASKS[RESPONSES]
     stream.feed(b"".join(Answer("a").events(RESPONSES)[:4]))
     assert stream.again() == ASKS[RESPONSES] | {"request_id": "resp_a"}
-    for path in (MESSAGES, COMPLETIONS, CHATS):
+    for path in FORMATS.keys() - {RESPONSES}:
         other = Stream(path)
         other.feed(Answer("a").events(path)[0])
         assert other.again() == ASKS[path]

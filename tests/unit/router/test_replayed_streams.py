@@ -18,6 +18,7 @@ from tests.fakes.answer_streams import (
     ASKS,
     CHATS,
     COMPLETIONS,
+    GENERATE,
     MESSAGES,
     RESPONSES,
     TEXT,
@@ -41,6 +42,7 @@ from tests.fakes.engine import (
 VLLM, SGLANG = "", ",engine=sglang"
 STREAMS = {"messages": (MESSAGES, VLLM), "responses": (RESPONSES, VLLM)}
 STREAMS |= {"completions": (COMPLETIONS, SGLANG), "chats": (CHATS, SGLANG)}
+STREAMS |= {"generate": (GENERATE, SGLANG)}
 EVERY = pytest.mark.parametrize(("path", "kind"), STREAMS.values(), ids=STREAMS)
 UNIFIED = {"mode": "plain", "reason": "unified"}
 
@@ -106,7 +108,7 @@ async def lost(made: Bench, result: AfterLoss) -> float:
 
 def first_text(path: str) -> int:
     """Return the number of events with which a router begins a stream. Before, it tries again."""
-    return {MESSAGES: 3, RESPONSES: 5, COMPLETIONS: 1, CHATS: 2}[path]
+    return {MESSAGES: 3, RESPONSES: 5, COMPLETIONS: 1, CHATS: 2, GENERATE: 1}[path]
 
 
 @EVERY
@@ -177,7 +179,7 @@ async def test_it_goes_on_as_often_as_it_may(path: str, kind: str) -> None:
         assert merged((await made.post(ASKS[path], path)).body) == whole(path)
         assert await lost(made, AfterLoss.CONTINUED) == 2
         lives.asked.clear()
-        lives.deaths = [-8, -15, -11]
+        lives.deaths = [-8, -15, -10]
         reply = await made.post(ASKS[path] | {"user": "another"}, path)
         assert b"ended its stream" in reply.body and len(lives.asked) == 3
         assert await lost(made, AfterLoss.LIMIT) == 1
@@ -220,7 +222,8 @@ async def test_what_an_engine_reports_of_its_end_is_no_end(path: str, kind: str)
 async def test_sampled_answers_end_as_ever(path: str, kind: str) -> None:
     lives = Lives([-5])
     async with router(lives, kind) as made:
-        reply = await made.post(ASKS[path] | {"temperature": 1, "n": 1}, path)
+        warm: dict[str, Any] = {"temperature": 1, "n": 1}
+        reply = await made.post(ASKS[path] | warm | {"sampling_params": warm}, path)
         assert b"was lost" in reply.body and len(lives.asked) == 1
         assert await lost(made, AfterLoss.SAMPLED) == 1
 
@@ -232,6 +235,9 @@ async def test_sampled_answers_end_as_ever(path: str, kind: str) -> None:
         (RESPONSES, VLLM, {"background": True}, AfterLoss.FIELD),
         (RESPONSES, SGLANG, {}, AfterLoss.ENGINE),
         (CHATS, SGLANG, {"rid": "mine"}, AfterLoss.FIELD),
+        (GENERATE, SGLANG, {"return_logprob": True}, AfterLoss.LOGPROBS),
+        (GENERATE, SGLANG, {"sampling_params": {"n": 2, "temperature": 0}}, AfterLoss.PROMPTS),
+        (GENERATE, SGLANG, {"sampling_params": 0}, AfterLoss.SAMPLED),
     ],
 )
 @on_loop
