@@ -12,7 +12,7 @@ from tests.engines.server import Client
 
 NEW = 480  # tokens of an answer
 WELL_BEGUN = 8  # events
-LAST = ("message_stop", "response.completed")
+LAST = ("message_stop", "response.completed", "response.incomplete")
 """Types of last events, where these have types."""
 LIMITS = ("max_tokens", "max_output_tokens", "max_new_tokens")
 """Fields that say how many tokens are wanted, by API."""
@@ -93,6 +93,56 @@ def said(stream: Streamed) -> Said:
         [(u["prompt_tokens"], u["completion_tokens"], u["total_tokens"]) for u in usage],
         len(heads),
     )
+
+
+class Told(NamedTuple):
+    """What a client makes of a stream.
+
+    Attributes:
+        events: those without a piece of the text, with the names of ids that occur.
+        text: in all pieces.
+    """
+
+    events: list[str]
+    text: str
+
+
+def counted(usage: dict[str, Any] | None) -> list[int]:
+    """Return the tokens of prompt and answer. How many were cached is up to who computes."""
+    cached = ("cache_read_input_tokens", "cache_creation_input_tokens")
+    prompt = ("input_tokens", "prompt_tokens", *cached)
+    answer = ("output_tokens", "completion_tokens")
+    return [sum((usage or {}).get(name) or 0 for name in each) for each in (prompt, answer)]
+
+
+def told(stream: Streamed) -> Told:
+    """Return what a client makes of a stream of any API whose events have types, or of a chat."""
+    stream.join()
+    assert stream.whole and not stream.error, stream.error
+    text, events, names = "", [], set[str]()
+    for number, event in enumerate(stream.events):
+        kind = event.get("type", "chunk")
+        if kind == "response.output_text.delta":
+            text += event["delta"]
+        elif kind == "content_block_delta":
+            text += event["delta"]["text"]
+        elif kind == "chunk" and event["choices"]:
+            text += event["choices"][0]["delta"].get("content", "")
+        else:
+            events.append(f"{kind} {counted(event.get('usage'))} {event.get('delta')}")
+        assert event.get("sequence_number", number) == number
+        names |= {event["item_id"]} if "item_id" in event else set()
+        for told in (event, event.get("item"), event.get("response")):
+            if told and "id" in told:
+                names.add(f"{told['id']} {told.get('created_at')} {told.get('created')}")
+    if "response" in (last := stream.events[-1]):
+        (item,) = last["response"]["output"]
+        names.add(f"{item['id']} None None")
+        (part,) = item["content"]
+        assert part["text"] == text
+        events.append(f"{last['response']['status']} {counted(last['response']['usage'])}")
+    events.append(f"{len(names)} names")
+    return Told(events, text)
 
 
 def in_the_middle(stream: Streamed) -> bool:

@@ -45,7 +45,6 @@ class AfterLoss(StrEnum):
     RECEIPT = "receipt"  # its stream ends with one
     SAMPLED = "sampled"  # another engine's answer would be another one
     # The stream
-    ENGINE = "engine"  # SGLang's events of this API are not known
     IDS = "ids"  # its events have no token ids
     PARSER = "parser"  # the engine makes reasoning or tool calls of its tokens
     MEMORY = "memory"  # there was none for its tokens

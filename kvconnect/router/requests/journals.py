@@ -79,13 +79,13 @@ def journal_of(
 ) -> Journaled | AfterLoss:
     """Return the journal of a stream of an engine of a kind, or why it has none. ``take``: takes so
     many bytes of memory for it; returns whether they are left."""
-    ids = terms_of(api, body, prompt) if kind in _OF_VLLM else AfterLoss.ENGINE
+    ids = terms_of(api, body, prompt) if kind in _OF_VLLM else AfterLoss.API
     if isinstance(ids, StreamTerms):
         return Journaled(StreamJournal(ids, take), COMPLETIONS._replace(kinds=_OF_VLLM))
     if ids in (AfterLoss.LOGPROBS, AfterLoss.PROMPTS):  # nor can that be compared
         return ids
     events = replay_of(kind, api, body, prompt)
     if isinstance(events, AfterLoss):
-        return events if ids in (AfterLoss.API, AfterLoss.ENGINE) else ids
+        return events if ids is AfterLoss.API else ids
     alike = _OF_VLLM if kind in _OF_VLLM else frozenset({kind})
     return Journaled(ReplayJournal(events), api._replace(kinds=api.kinds & alike))

@@ -19,7 +19,6 @@ from kvconnect.router.requests.engine_bodies import SGLANG_GENERATE
 from kvconnect.router.requests.generate_events import GenerateEvents
 from kvconnect.router.requests.messages_events import MessagesEvents
 from kvconnect.router.requests.replay_events import BROKEN, EventFormat, object_of
-from kvconnect.router.requests.request_ids import RID
 from kvconnect.router.requests.responses_events import ResponsesEvents
 
 _RESPONSES, _MESSAGES = "/v1/responses", "/v1/messages"
@@ -30,9 +29,8 @@ _FORMATS: Mapping[str, Callable[[], EventFormat]] = {
     _MESSAGES: MessagesEvents,
     SGLANG_GENERATE: GenerateEvents,
 }
-_OF_SGLANG = (COMPLETIONS.path, CHATS, SGLANG_GENERATE)
-_AT_ONE_ENGINE = ("background", "previous_response_id", "session_params", RID)
-"""Fields about what only one engine has, or that name a request there."""
+_AT_ONE_ENGINE = ("background", "previous_response_id", "session_params")
+"""Fields about what only one engine has."""
 _FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""')
 
 
@@ -43,9 +41,8 @@ def replay_of(
     answer again, or why none can."""
     if api.path not in _FORMATS:
         return AfterLoss.API
-    if kind is EngineKind.SGLANG and api.path not in _OF_SGLANG:
-        return AfterLoss.ENGINE
-    if any(raw_of(body, name) not in _FALSE for name in _AT_ONE_ENGINE):
+    names = (api.sglang_id,) if kind is EngineKind.SGLANG else ()  # of the request there
+    if any(raw_of(body, name) not in _FALSE for name in (*_AT_ONE_ENGINE, *names)):
         return AfterLoss.FIELD
     if not prompt.single:  # of a response: the engine itself calls tools
         return AfterLoss.TOOLS if api.path == _RESPONSES else AfterLoss.PROMPTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvconnect.router.requests.apis import APIS, COMPLETIONS, Api
 from kvconnect.router.requests.body import prompt_of
 from kvconnect.router.requests.chunk_events import ChunkEvents
 from kvconnect.router.requests.continuation import AfterLoss
+from kvconnect.router.requests.generate_events import GenerateEvents
 from kvconnect.router.requests.journal import StreamJournal
 from kvconnect.router.requests.journals import Journaled, journal_of
 from kvconnect.router.requests.messages_events import MessagesEvents
@@ -20,7 +22,7 @@ from kvconnect.router.requests.replay import replay_of
 from kvconnect.router.requests.replay_events import EventFormat
 from kvconnect.router.requests.replay_journal import ReplayJournal
 from kvconnect.router.requests.responses_events import ResponsesEvents
-from tests.fakes.answer_streams import ASKS, CHATS, MESSAGES, RESPONSES
+from tests.fakes.answer_streams import ASKS, CHATS, GENERATE, MESSAGES, RESPONSES
 
 VLLM, SGLANG = EngineKind.VLLM, EngineKind.SGLANG
 OTHERS = frozenset(EngineKind) - {SGLANG}
@@ -34,7 +36,9 @@ def parsed(asked: dict[str, Any]) -> dict[str, Raw]:
     return {name: Raw(json.dumps(value).encode()) for name, value in asked.items()}
 
 
-def found(path: str, kind: EngineKind = VLLM, **more: Any) -> EventFormat | AfterLoss:
+def found(path: str, kind: EngineKind = VLLM, **more: Any) -> Callable[[], EventFormat] | AfterLoss:
+    if path == GENERATE:
+        kind, more = SGLANG, {"sampling_params": {"temperature": 0} | more}
     body = parsed(ASKS.get(path, ASKS[CHATS]) | more)
     return replay_of(kind, api_of(path), body, prompt_of(body))
 
@@ -45,13 +49,13 @@ def journal(path: str, kind: EngineKind = VLLM, **more: Any) -> Journaled | Afte
 
 
 def test_each_api_has_its_events() -> None:
-    assert isinstance(found(RESPONSES), ResponsesEvents)
-    assert isinstance(found(MESSAGES), MessagesEvents)
-    for path in (COMPLETIONS.path, CHATS):
-        assert isinstance(found(path), ChunkEvents)
-        assert isinstance(found(path, SGLANG), ChunkEvents)
-    assert found(RESPONSES, SGLANG) is AfterLoss.ENGINE
-    assert found("/generate", SGLANG) is AfterLoss.API
+    assert found(MESSAGES) is MessagesEvents
+    for kind in (VLLM, SGLANG):
+        assert found(RESPONSES, kind) is ResponsesEvents
+        for path in (COMPLETIONS.path, CHATS):
+            assert found(path, kind) is ChunkEvents
+    assert found(GENERATE) is GenerateEvents
+    assert found("/tokenize") is AfterLoss.API
 
 
 @pytest.mark.parametrize("path", ASKS)
@@ -81,12 +85,19 @@ def test_greedy_ones_are_not(path: str) -> None:
         (RESPONSES, {"tools": [{"type": "web_search_preview"}]}, AfterLoss.TOOLS),
         (CHATS, {"n": 2}, AfterLoss.PROMPTS),
         (COMPLETIONS.path, {"prompt": ["a", "b"]}, AfterLoss.PROMPTS),
-        (COMPLETIONS.path, {"rid": "mine"}, AfterLoss.FIELD),
         (COMPLETIONS.path, {"session_params": {"id": "a"}}, AfterLoss.FIELD),
     ],
 )
 def test_what_prevents_it(path: str, more: dict[str, Any], reason: AfterLoss) -> None:
     assert found(path, **more) is reason
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(COMPLETIONS.path, "rid"), (CHATS, "rid"), (RESPONSES, "request_id")]
+)
+def test_an_id_that_the_client_chose_is_sglangs_alone(path: str, name: str) -> None:
+    assert found(path, SGLANG, **{name: "mine"}) is AfterLoss.FIELD
+    assert not isinstance(found(path, **{name: "mine"}), AfterLoss)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +110,7 @@ def test_what_prevents_it(path: str, more: dict[str, Any], reason: AfterLoss) ->
 )
 def test_what_does_not(more: dict[str, Any]) -> None:
     """The request goes to the next engine as it is. What else it may bring is seen in events."""
-    assert isinstance(found(RESPONSES, **more), ResponsesEvents)
+    assert found(RESPONSES, **more) is ResponsesEvents
 
 
 def test_tokens_are_better_than_text() -> None:

@@ -42,7 +42,7 @@ from tests.fakes.engine import (
 VLLM, SGLANG = "", ",engine=sglang"
 STREAMS = {"messages": (MESSAGES, VLLM), "responses": (RESPONSES, VLLM)}
 STREAMS |= {"completions": (COMPLETIONS, SGLANG), "chats": (CHATS, SGLANG)}
-STREAMS |= {"generate": (GENERATE, SGLANG)}
+STREAMS |= {"generate": (GENERATE, SGLANG), "responses of sglang": (RESPONSES, SGLANG)}
 EVERY = pytest.mark.parametrize(("path", "kind"), STREAMS.values(), ids=STREAMS)
 UNIFIED = {"mode": "plain", "reason": "unified"}
 
@@ -127,9 +127,12 @@ async def test_a_stream_goes_on_after_each_event(path: str, kind: str, how: str)
             reply = await made.post(ASKS[path] | {"user": f"{number}"}, path)
             assert merged(reply.body) == whole(path), at
             first, again = lives.asked
-            named = {"request_id": "resp_a"} if path == RESPONSES else {}
+            named = {}
             if kind == SGLANG:  # the router names each request
-                assert first.pop("rid") != again.pop("rid")
+                field = "request_id" if path == RESPONSES else "rid"
+                assert first.pop(field) != again.pop(field)
+            elif path == RESPONSES:
+                named = {"request_id": "resp_a"}
             assert again == first | named
         assert await lost(made, AfterLoss.CONTINUED) == len(places)
         assert await made.metric("requests_total", **UNIFIED, outcome="continued") == len(places)
@@ -233,7 +236,7 @@ async def test_sampled_answers_end_as_ever(path: str, kind: str) -> None:
     [
         (RESPONSES, VLLM, {"previous_response_id": "resp_x"}, AfterLoss.FIELD),
         (RESPONSES, VLLM, {"background": True}, AfterLoss.FIELD),
-        (RESPONSES, SGLANG, {}, AfterLoss.ENGINE),
+        (RESPONSES, SGLANG, {"request_id": "mine"}, AfterLoss.FIELD),
         (CHATS, SGLANG, {"rid": "mine"}, AfterLoss.FIELD),
         (GENERATE, SGLANG, {"return_logprob": True}, AfterLoss.LOGPROBS),
         (GENERATE, SGLANG, {"sampling_params": {"n": 2, "temperature": 0}}, AfterLoss.PROMPTS),
