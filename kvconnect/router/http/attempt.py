@@ -29,6 +29,8 @@ from kvconnect.router.tracing import RequestSpans
 HEAD_START_S = 1.0
 """A decode engine of a push is asked so long before prefill is expected to begin. A step of a busy
 prefill engine may take as long, and more than one prompt may begin with it."""
+LONGEST_WAIT_S = 30.0
+"""It is asked after so long in any case: a standing ticket is valid for twice as long at least."""
 _CHECK_S = 0.5  # prompts may be computed faster than expected
 
 Passing = Reply | ReceiptStream | RenamedStream | JournaledStream
@@ -164,8 +166,10 @@ class Attempt:
     async def _prefill_is_near(self, prefill: asyncio.Task[None]) -> None:
         """Wait while the prefill engine has other prompts to compute before. A decode engine holds
         blocks for a prompt from when it is asked, for which its streams may have to give way."""
+        latest = time.monotonic() + LONGEST_WAIT_S
         while self._prefilling is not None and not prefill.done():
-            wait_s = self._prefilling.starts_in_s() - HEAD_START_S
+            left_s = latest - time.monotonic()
+            wait_s = min(self._prefilling.starts_in_s() - HEAD_START_S, left_s)
             if wait_s <= 0:
                 return
             await asyncio.wait({prefill}, timeout=min(wait_s, _CHECK_S))

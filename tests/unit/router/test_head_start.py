@@ -56,10 +56,11 @@ async def test_a_decode_engine_is_asked_when_prefill_is_near() -> None:
             assert (await asks[number]).status == 200
 
 
+@pytest.mark.parametrize(("name", "value"), [("HEAD_START_S", 1e9), ("LONGEST_WAIT_S", 0.1)])
 @on_loop
-async def test_without_a_limit_it_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control."""
-    monkeypatch.setattr(attempt, "HEAD_START_S", float("inf"))
+async def test_it_is_asked_before(monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
+    """The control, and what a standing ticket bears."""
+    monkeypatch.setattr(attempt, name, value)
     gated, decode = Gated(), FakeEngine(decodes)
     async with bench([FakeEngine(gated.answer)], [decode]) as router:
         asks = [asyncio.create_task(router.post(prompt(number))) for number in range(3)]
