@@ -20,7 +20,7 @@ from kvconnect.settings import Settings, schema
 from kvconnect.settings.sharing import PeerSettings
 from kvconnect.settings.stores import DiskSettings, MooncakeSettings, ObjectSettings, ValkeySettings
 from kvconnect.settings.validation import is_size, types_of
-from scripts import differences, headlines, knobs, measured
+from scripts import aims, differences, headlines, knobs, measured
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -145,6 +145,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sizing": sizing,
     "links": links,
     "headlines": headlines.table,
+    "aims": aims.table,
     "choosing": measured.choosing,
     "serving": measured.serving,
     "routing": measured.routing,

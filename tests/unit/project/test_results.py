@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import common
-from scripts import headlines
+from scripts import aims, headlines
 
 
 def git(folder: Path, *words: str) -> str:
@@ -113,3 +113,25 @@ def test_figures_that_were_kept_are_as_old_as_their_run(
     common.emit("speed", {"ratio": 1.0}, before)
     found = json.loads((tmp_path / "speed.json").read_text())
     assert {key: found[key] for key in before} == before
+
+
+@pytest.mark.parametrize("row", aims.AIMS, ids=lambda row: "-".join((row.file, *row.figures)))
+def test_a_row_of_aims_has_figures(row: aims.Aim) -> None:
+    assert len(row.aims) in (0, 1, len(row.figures))
+    assert {*row.figures} <= headlines.result(row.file)["figures"].keys()
+
+
+@pytest.mark.parametrize(
+    ("value", "aim", "meets"),
+    [
+        *(
+            (1.5, "<= 1.5", True),
+            (1.51, "<= 1.5", False),
+            (2.0, ">= 2", True),
+            (1.9, ">= 2", False),
+        ),
+        *((0, "0", True), (1, "0", False), (9.0, "", True)),
+    ],
+)
+def test_what_misses_its_aim(value: float, aim: str, meets: bool) -> None:
+    assert aims.meets(value, aim) is meets
