@@ -64,8 +64,7 @@ HEADLINES = (
 
 def measured(row: Headline) -> float | None:
     """Return the ratio of the last committed run; None if it has none."""
-    value = result(row.file).get("figures", {}).get(row.figure)
-    return None if value is None else float(value)
+    return figures_of(row.file).get(row.figure)
 
 
 def meets(row: Headline, value: float) -> bool:
@@ -97,6 +96,12 @@ def result(file: str) -> Mapping[str, Any]:
     path = RESULTS / f"{file}.json"
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return record
+
+
+def figures_of(file: str) -> Mapping[str, float]:
+    """Return the figures of the last committed run; empty if there was none."""
+    figures: dict[str, float] = result(file).get("figures", {})
+    return figures
 
 
 def name_of(record: Mapping[str, Any]) -> str:

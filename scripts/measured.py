@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from scripts.headlines import NOT_YET, name_of, result
+from scripts.headlines import NOT_YET, figures_of, name_of, result
 
 _NOTHING = "no connector"
 _ROUTER = "vllm-router, `NixlConnector`"
@@ -108,7 +108,7 @@ HAND_OFFS = {
 
 def choosing() -> str:
     """Return the table of ``benchmarks.choosing``."""
-    found = _figures("choosing")
+    found = figures_of("choosing")
     if not found:
         return "Not run yet: `benchmarks/choosing.py` makes this table."
     head = ("TTFT mean, ms", "99th percentile", "between tokens, ms", "tokens per second")
@@ -134,7 +134,7 @@ def _spread(found: Mapping[str, float], name: str) -> str:
 
 def serving() -> str:
     """Return the table of ``benchmarks.serve``."""
-    found = _figures("serve")
+    found = figures_of("serve")
     lines = ["| figure | compared with | aim | measured |", "|---|---|---|---|"]
     for row in SERVING:
         names = ", ".join(f"`{name}`" for name in row.figures)
@@ -145,7 +145,7 @@ def serving() -> str:
 
 def routing() -> str:
     """Return the table of ``benchmarks.router``."""
-    found = _figures("router")
+    found = figures_of("router")
     lines = ["| figure | vllm-router 0.1.17 | smg 1.13 |", "|---|---|---|"]
     for row in ROUTING:
         names = ", ".join(f"`{name}_over_*`" for name in row.figures)
@@ -158,7 +158,7 @@ def routing() -> str:
 
 def judged() -> str:
     """Return the table of ``benchmarks.mooncake_storage``."""
-    found = _figures("mooncake_storage")
+    found = figures_of("mooncake_storage")
     lines = ["| figure | disk | Valkey | Mooncake |", "|---|---|---|---|"]
     for row in JUDGED:
         names = ", ".join(f"`*_{name}`" for name in row.figures)
@@ -171,7 +171,7 @@ def judged() -> str:
 
 def handed_off() -> str:
     """Return the table of ``benchmarks.sglang_handoff``."""
-    found = _figures("sglang_handoff")
+    found = figures_of("sglang_handoff")
     lines = ["| TTFT over built-in `nixl` | " + " | ".join(HAND_OFFS) + " |"]
     lines.append("|---" * (1 + len(HAND_OFFS)) + "|")
     for text, end in HANDED_OFF.items():
@@ -186,18 +186,13 @@ def handed_off() -> str:
 
 def push_pays() -> str:
     """Return the table of ``benchmarks.handoff``."""
-    found = _figures("handoff")
+    found = figures_of("handoff")
     lines = ["| | push | pull |", "|---|---|---|"]
     for end, apart in (("", ""), ("_apart", ", apart")):
         for text, figure in PUSHED.items():
             cells = [_cell(found, [figure.format(way) + end]) for way in ("push", "pull")]
             lines.append("| " + " | ".join((text + apart, *cells)) + " |")
     return _dated(lines, "handoff")
-
-
-def _figures(name: str) -> Mapping[str, float]:
-    figures: Mapping[str, float] = result(name).get("figures", {})
-    return figures
 
 
 def _dated(lines: Sequence[str], name: str) -> str:

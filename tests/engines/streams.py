@@ -95,8 +95,8 @@ def said(stream: Streamed) -> Said:
     )
 
 
-class Told(NamedTuple):
-    """What a client makes of a stream.
+class SaidEvents(NamedTuple):
+    """What a client makes of a stream whose events it does not know.
 
     Attributes:
         events: those without a piece of the text, with the names of ids that occur.
@@ -115,8 +115,8 @@ def counted(usage: dict[str, Any] | None) -> list[int]:
     return [sum((usage or {}).get(name) or 0 for name in each) for each in (prompt, answer)]
 
 
-def told(stream: Streamed) -> Told:
-    """Return what a client makes of a stream of any API whose events have types, or of a chat."""
+def said_events(stream: Streamed) -> SaidEvents:
+    """Return what is said in a stream of an API whose events have types, or of a chat."""
     stream.join()
     assert stream.whole and not stream.error, stream.error
     text, events, names = "", [], set[str]()
@@ -132,9 +132,9 @@ def told(stream: Streamed) -> Told:
             events.append(f"{kind} {counted(event.get('usage'))} {event.get('delta')}")
         assert event.get("sequence_number", number) == number
         names |= {event["item_id"]} if "item_id" in event else set()
-        for told in (event, event.get("item"), event.get("response")):
-            if told and "id" in told:
-                names.add(f"{told['id']} {told.get('created_at')} {told.get('created')}")
+        for named in (event, event.get("item"), event.get("response")):
+            if named and "id" in named:
+                names.add(f"{named['id']} {named.get('created_at')} {named.get('created')}")
     if "response" in (last := stream.events[-1]):
         (item,) = last["response"]["output"]
         names.add(f"{item['id']} None None")
@@ -142,7 +142,7 @@ def told(stream: Streamed) -> Told:
         assert part["text"] == text
         events.append(f"{last['response']['status']} {counted(last['response']['usage'])}")
     events.append(f"{len(names)} names")
-    return Told(events, text)
+    return SaidEvents(events, text)
 
 
 def in_the_middle(stream: Streamed) -> bool:

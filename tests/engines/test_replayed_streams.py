@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engines.lost_streams import Fleet, survive_a_kill, vllm_fleet
-from tests.engines.streams import NEW, TEXT, Ask, told
+from tests.engines.streams import NEW, TEXT, Ask, said_events
 
 STREAMS = 8
 
@@ -33,5 +33,5 @@ def asked(number: int) -> Ask:
 
 
 def test_streams_survive_kill_9_of_their_engine(fleet: Fleet) -> None:
-    want = survive_a_kill(fleet, [asked(number) for number in range(STREAMS)], told)
+    want = survive_a_kill(fleet, [asked(number) for number in range(STREAMS)], said_events)
     assert all(len(each.text) > NEW // 2 for each in want)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engines.lost_streams import Fleet, survive_a_kill, two_routers
-from tests.engines.streams import TEXT, Ask, Said, Streamed, Told, said, told
+from tests.engines.streams import TEXT, Ask, Said, SaidEvents, Streamed, said, said_events
 from tests.sglang.pd import decode_server, prefill_server, side_by_side
 
 STREAMS = 8
@@ -42,11 +42,11 @@ def asked(number: int) -> Ask:
     return "/generate", {"text": text, "stream": True, "sampling_params": sampling}
 
 
-def heard(stream: Streamed) -> Told | Said:
+def heard(stream: Streamed) -> SaidEvents | Said:
     """Return what a client makes of a stream of any of these."""
     match stream.ask[0]:
         case "/v1/responses":
-            return told(stream)
+            return said_events(stream)
         case "/generate":
             return generated(stream)
     return said(stream)

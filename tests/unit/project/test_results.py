@@ -118,7 +118,7 @@ def test_figures_that_were_kept_are_as_old_as_their_run(
 @pytest.mark.parametrize("row", aims.AIMS, ids=lambda row: "-".join((row.file, *row.figures)))
 def test_a_row_of_aims_has_figures(row: aims.Aim) -> None:
     assert len(row.aims) in (0, 1, len(row.figures))
-    assert {*row.figures} <= headlines.result(row.file)["figures"].keys()
+    assert {*row.figures} <= headlines.figures_of(row.file).keys()
 
 
 @pytest.mark.parametrize(
