@@ -48,7 +48,7 @@ MODEL = "llama"
 ROUNDS = 3
 STREAMS = 24
 AT_ONCE = 6  # streams that nobody disturbs: more engines than cores would not answer checks
-PROMPT, NEW = 400, 240  # tokens; the first streams go on when the last ones begin
+PROMPT, NEW = 400, 960  # tokens; the first streams go on when the last ones begin
 BEGUN = 20  # events of each stream before the kill
 PATIENCE_S = 300.0
 SIZE: dict[str, Any] = {"blocks": 2048}
@@ -169,13 +169,22 @@ def prompt_tokens_of(servers: Sequence[Server], source: str = "") -> float:
     return sum(server.metric(name, source=source) for server in servers)
 
 
-def begun(streams: Sequence[Stream]) -> None:
-    """Wait until all streams are well on their way, or have ended."""
+def open_streams(streams: Sequence[Stream], decode: int) -> list[Stream]:
+    """Wait until all streams are well on their way; return those that are open at a decode engine.
+
+    Raises:
+        TimeoutError: they do not begin.
+        RuntimeError: most have ended.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while not all(len(each.times) >= BEGUN or not each.is_alive() for each in streams):
         if time.monotonic() > deadline:
             raise TimeoutError("the streams do not begin")
         time.sleep(0.01)
+    found = [each for each in streams if each.is_alive() and each.decode == decode]
+    if len(found) < STREAMS // 4:
+        raise RuntimeError(f"{len(found)} of {STREAMS} streams are open at engine {decode}")
+    return found
 
 
 @dataclass
@@ -230,7 +239,7 @@ class Fleet:
         if any(each.error or not each.times for each in want):
             raise RuntimeError(f"undisturbed streams fail: {[each.error for each in want]}")
         streams = [Stream(self.router, prompt) for prompt in prompts]
-        begun(streams)
+        theirs = open_streams(streams, number)
         before, before_computed = prompt_tokens_of(left), prompt_tokens_of(left, "local_compute")
         received = prompt_tokens_of(left, "external_kv_transfer")
         disturb()
@@ -238,7 +247,6 @@ class Fleet:
         # A decode engine receives what a prefill engine was asked for.
         asked = prompt_tokens_of(left) - before
         asked -= prompt_tokens_of(left, "external_kv_transfer") - received
-        theirs = [each for each in streams if each.decode == number]
         others = [each.pause() for each in streams if each.decode != number]
         usual = statistics.median(others) if others else 0.0
         pairs = zip(streams, want, strict=True)

@@ -10,6 +10,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "router": ("aiohttp", "httptools", "prometheus_client", "yaml", "zmq", "uvloop"),
     "kubernetes": ("kubernetes",),
     "etcd": ("etcd3gw",),
+    "grpc": ("grpc", "google.protobuf"),
     "top": ("prometheus_client", "rich"),
     "report": ("jinja2", "matplotlib"),
     "trace": ("opentelemetry",),
@@ -37,4 +38,11 @@ def command(extras: Collection[str]) -> str:
 
 
 def _lacks(extra: str) -> list[str]:
-    return [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]
+    return [module for module in EXTRAS[extra] if not _is_there(module)]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor is the package that it is a part of
+        return False

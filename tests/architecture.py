@@ -49,6 +49,7 @@ ROUTER_LAYERS = (
     {"policy"},
     {"requests"},
     {"api_keys", "flag_sources", "freed_frames", "supervisor"},
+    {"engine_spec"},
     {"options", "credentials", "cross_origin"},
     {"connections", "decision", "flags", "metrics"},
     {"fleet"},
@@ -85,6 +86,8 @@ FOREIGN = {
     "zmq": ("router/",),
     "kubernetes": ("router/fleet/sources/kubernetes.py",),
     "urllib3": ("router/fleet/sources/kubernetes.py",),
+    "grpc": ("router/connections/",),
+    "google": ("router/connections/",),  # protobuf
     "etcd3gw": ("router/fleet/sources/etcd.py",),
     "huggingface_hub": ("cache/model_identity.py",),
     "opentelemetry": ("observability/tracing/",),
@@ -142,8 +145,8 @@ PURE = (
     ),
     *("observability/metrics/catalog.py", "observability/metrics/router_catalog.py"),
     *("observability/metrics/model.py", "observability/metrics/rates.py"),
-    *("router/policy/", "router/requests/", "router/api_keys.py", "router/options.py"),
-    "router/decision.py",
+    *("router/policy/", "router/requests/", "router/api_keys.py"),
+    *("router/engine_spec.py", "router/options.py", "router/decision.py"),
     "router/fleet/kv_events.py",
     *("router/fleet/pairing.py", "router/fleet/reports.py", "router/fleet/cache_reports.py"),
 )

@@ -133,6 +133,7 @@ UNWATCHED = {
     "router/http/client_connection.py::create_task",  # looks at how they end, as the callback
     "router/http/attempt.py::create_task",  # these wait for the task where they start it
     "router/connections/pool.py::ensure_future",
+    "router/connections/grpc_connection.py::create_task",  # its callback looks at how it ended
     "router/fleet/handoff_probes.py::create_task",
     "router/fleet/watch.py::ensure_future",
 }

@@ -19,10 +19,10 @@ from aiohttp import web
 
 from kvconnect.errors import ConfigError, KVConnectError, Refused
 from kvconnect.router.cache_admin import CacheAdmin
+from kvconnect.router.engine_spec import engine_spec
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.membership import ADMIN, Membership
 from kvconnect.router.fleet.role_switch import RoleSwitch
-from kvconnect.router.options import engine_spec
 from kvconnect.router.policy.fleet_view import Role
 
 _MAX_BODY_BYTES = 16 * 2**20  # of a prompt for /cache

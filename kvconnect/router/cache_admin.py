@@ -29,7 +29,8 @@ from aiohttp import web
 from kvconnect.errors import Refused
 from kvconnect.protocol.cache_hints import TOKENS, CacheHint, read_hints
 from kvconnect.protocol.options import OPTIONS_KEY, RECEIPT
-from kvconnect.router.connections.http1 import ConnectionLost, Exhausted, Unreachable, request_head
+from kvconnect.router.connections.engine_connection import ConnectionLost, Exhausted, Unreachable
+from kvconnect.router.connections.http1 import request_head
 from kvconnect.router.connections.pool import ConnectionPool
 from kvconnect.router.fleet.cache_reports import cache_stats
 from kvconnect.router.fleet.engines import Engine, Fleet

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvconnect.protocol.options import IF_ABLE, RECEIPT
-from kvconnect.router.options import EngineSpec
+from kvconnect.router.engine_spec import EngineSpec
 from kvconnect.router.policy.choice import (
     Cause,
     FailedTargets,

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvconnect.errors import ConfigError
 from kvconnect.router import flag_sources
 from kvconnect.router.credentials import read_admin_token, read_api_keys
+from kvconnect.router.engine_spec import check_hosts, engine_specs
 from kvconnect.router.options import (
     AdminAccess,
     EtcdServer,
@@ -16,8 +17,6 @@ from kvconnect.router.options import (
     RouterLimits,
     RouterOptions,
     Sources,
-    check_hosts,
-    engine_specs,
 )
 from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import Role

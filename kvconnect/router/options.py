@@ -1,68 +1,20 @@
-"""Options of the router, and the format of engines on its command line."""
+"""Options of the router."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import LONGEST_S
 from kvconnect.router.api_keys import ApiKey
+from kvconnect.router.engine_spec import EngineSpec, is_base_url, refuse_credentials
 from kvconnect.router.policy.expected_ttft import Disaggregate
-from kvconnect.router.policy.fleet_view import EngineKind, Role
+from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.router.policy.rules import RoutingRules
-
-BOOTSTRAP_PORT = 8998  # default of SGLang and of vLLM's MooncakeConnector
-_EXAMPLE = "http://10.0.0.1:8000"
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """One engine as a user gives it: ``URL[,key=value...]``.
-
-    Attributes:
-        url: base URL, without a trailing slash.
-        kind: kind of server at the URL; its key is ``engine``.
-        bootstrap: port of the prefill side's bootstrap server; SGLang and Mooncake only.
-        version: overrides the version that the engine reports.
-        events, replay: ports at which rank 0 publishes KV events and repeats lost ones; 0: none.
-            Further ranks use the following ports.
-    """
-
-    url: str
-    kind: EngineKind = EngineKind.VLLM
-    bootstrap: int = BOOTSTRAP_PORT
-    version: str = ""
-    events: int = 0
-    replay: int = 0
-
-    @property
-    def hostname(self) -> str:
-        """Host name or address in the URL."""
-        return urlsplit(self.url).hostname or ""
-
-    @property
-    def host(self) -> str:
-        """Host name or address; IPv6 in brackets."""
-        return _bracketed(self.hostname)
-
-    @property
-    def port(self) -> int | None:
-        """Port in the URL, None if it has none."""
-        return urlsplit(self.url).port
-
-    def on_host(self, address: str) -> EngineSpec:
-        """Return the engine with another host in its URL."""
-        place = f"{_bracketed(address)}:{self.port}"
-        return replace(self, url=urlsplit(self.url)._replace(netloc=place).geturl())
-
-    @property
-    def bootstrap_url(self) -> str:
-        """URL of the bootstrap server."""
-        return f"http://{self.host}:{self.bootstrap}"
 
 
 @dataclass(frozen=True)
@@ -140,9 +92,9 @@ class EtcdServer:
     password: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        _refuse_credentials("etcd", self.url)
+        refuse_credentials("etcd", self.url)
         parts = urlsplit(self.url)
-        if not (_is_base(self.url) and parts.path.strip("/")):
+        if not (is_base_url(self.url) and parts.path.strip("/")):
             fix = "use a URL with a prefix, as in http://etcd:2379/kvconnect"
             raise ConfigError("etcd", self.url, fix)
         if self.authority and parts.scheme != "https":
@@ -312,88 +264,3 @@ class RouterOptions:
             raise ConfigError(flag, "on", "leave it out: with --unified, there is one role")
         if self.admin.tls and not self.listening.cert:
             raise ConfigError("admin-tls", "on", "name --tls-cert and --tls-key, too")
-
-
-def engine_specs(flag: str, texts: Sequence[str]) -> tuple[EngineSpec, ...]:
-    """Return the engines in ``texts``.
-
-    Raises:
-        ConfigError: one is invalid, or two have the same URL.
-    """
-    found: dict[str, EngineSpec] = {}
-    for text in texts:
-        spec = engine_spec(flag, text)
-        if spec.url in found:
-            raise ConfigError(flag, text, "name each engine once")
-        found[spec.url] = spec
-    return tuple(found.values())
-
-
-def check_hosts(flag: str, texts: Sequence[str]) -> tuple[str, ...]:
-    """Return ``texts`` unchanged: engines whose host stands for its addresses, or for a service.
-
-    Raises:
-        ConfigError: one is not an engine, or has no port.
-    """
-    for spec in engine_specs(flag, texts):
-        if spec.port is None:
-            raise ConfigError(flag, spec.url, "name the port too, as in http://prefill:8000")
-    return tuple(texts)
-
-
-def engine_spec(flag: str, text: str) -> EngineSpec:
-    """Return the engine in ``text``: ``URL[,key=value...]``.
-
-    Raises:
-        ConfigError: not an http(s) URL of a host, an unknown key, or an invalid value.
-    """
-    _refuse_credentials(flag, text)
-    url, *settings = text.strip().split(",")
-    base = url.rstrip("/")
-    if not _is_base(base):
-        raise ConfigError(flag, text, f"use a URL such as {_EXAMPLE}")
-    values: dict[str, EngineKind | int | str] = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        values["kind" if key == "engine" else key] = _value(flag, key, value)
-    return EngineSpec(base, **values)  # type: ignore[arg-type]  # _value() has the type of its key
-
-
-def _value(flag: str, key: str, value: str) -> EngineKind | int | str:
-    if key == "version":
-        return value
-    if key == "engine":
-        if value not in list(EngineKind):
-            raise ConfigError(flag, f"engine={value}", f"use one of {', '.join(EngineKind)}")
-        return EngineKind(value)
-    if key in ("bootstrap", "events", "replay"):
-        good = value.isascii() and value.isdecimal() and len(value) <= len("65535")
-        if not good or not 0 < int(value) < 2**16:
-            raise ConfigError(flag, f"{key}={value}", "use a port")
-        return int(value)
-    raise ConfigError(flag, key, "use engine, bootstrap, version, events or replay after the URL")
-
-
-def _refuse_credentials(flag: str, url: str) -> None:
-    """Refuse a URL with a user or password; they would appear in logs, responses and metrics."""
-    before, at, place = url.rpartition("@")
-    if at:
-        scheme = before.partition("://")[0] if "://" in before else ""
-        hidden = f"{scheme}://...@{place}" if scheme else f"...@{place}"
-        raise ConfigError(flag, hidden, "leave user and password out")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _is_base(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        port = parts.port  # raises if it is not a number
-    except ValueError:
-        return False
-    if not url.isascii() or not url.isprintable() or " " in url:  # it becomes part of request heads
-        return False
-    known = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
-    return known and not (parts.query or parts.fragment)

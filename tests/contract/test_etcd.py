@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from kvconnect.router.engine_spec import EngineSpec
 from kvconnect.router.fleet.sources import etcd
-from kvconnect.router.options import EngineSpec, EtcdServer, Sources
+from kvconnect.router.options import EtcdServer, Sources
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.fakes.engine_source import Latest, refused

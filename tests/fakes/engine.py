@@ -19,14 +19,9 @@ import pytest
 from aiohttp import web
 
 from kvconnect.router import server
+from kvconnect.router.engine_spec import engine_specs
 from kvconnect.router.fleet import watch
-from kvconnect.router.options import (
-    AdminAccess,
-    Intervals,
-    RouterLimits,
-    RouterOptions,
-    engine_specs,
-)
+from kvconnect.router.options import AdminAccess, Intervals, RouterLimits, RouterOptions
 from tests.servers import free_port
 
 Handler = Callable[["FakeEngine", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]

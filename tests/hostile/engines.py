@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 
 from kvconnect.errors import Refused
+from kvconnect.router.engine_spec import EngineSpec, engine_spec
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
 from kvconnect.router.fleet.sources import at_addresses, file
 from kvconnect.router.fleet.sources.etcd import Entries
 from kvconnect.router.fleet.sources.kubernetes import Slices
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import EngineSpec, engine_spec
 from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.loads import MOST_RANKS, Loads
 from kvconnect.router.policy.prefixes import CacheTier, PrefixIndex, StoredBlocks

@@ -20,13 +20,13 @@ import zmq
 
 from kvconnect.router import supervisor
 from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.engine_spec import engine_spec
 from kvconnect.router.fleet import watch
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.fleet.kv_subscriber import Subscriber
 from kvconnect.router.fleet.receipts import OwedReceipts
 from kvconnect.router.fleet.watch import Watcher
 from kvconnect.router.metrics import RouterMetrics
-from kvconnect.router.options import engine_spec
 from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prefixes import PrefixIndex

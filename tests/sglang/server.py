@@ -78,9 +78,10 @@ class SglangServer(GenerateClient, Process):
     the pages and ``settings`` are KVConnect's. ``tokens`` is the size of the KV cache, ``chunk``
     how many tokens one step prefills, ``tp`` the number of ranks and ``dp`` how many times there
     are so many. ``texts``: with a tokenizer, and named "model", as OpenAI's API needs; else only
-    ``/generate`` with token ids. ``prefix`` is what the command starts with, ``host`` where clients
-    reach the API and ``address`` where other servers reach this one, for servers in network
-    namespaces. A server that was killed starts again on the same ports with :meth:`restart`.
+    ``/generate`` with token ids. ``grpc``: routers ask it over gRPC. ``prefix`` is what the command
+    starts with, ``host`` where clients reach the API and ``address`` where other servers reach this
+    one, for servers in network namespaces. A server that was killed starts again on the same ports
+    with :meth:`restart`.
     """
 
     model: str = "llama"
@@ -92,6 +93,7 @@ class SglangServer(GenerateClient, Process):
     tokens: int = 8192
     chunk: int = CHUNK
     texts: bool = False
+    grpc: bool = False
     args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     prefix: tuple[str, ...] = ()
@@ -102,6 +104,7 @@ class SglangServer(GenerateClient, Process):
 
     def __post_init__(self) -> None:
         self.bootstrap_port = free_port() if self.role == "prefill" else 0
+        self.grpc_port = free_port() if self.grpc else 0
         self.scratch = ""
 
     def __enter__(self) -> Self:
@@ -128,7 +131,8 @@ class SglangServer(GenerateClient, Process):
     @property
     def worker(self) -> str:
         meeting = f",bootstrap={self.bootstrap_port}" if self.role == "prefill" else ""
-        return f"{self.url},engine=sglang{meeting}"
+        url = f"grpc://{self.host}:{self.grpc_port}" if self.grpc else self.url
+        return f"{url},engine=sglang{meeting}"
 
     def forget(self) -> None:
         """Wait until the scheduler has no request in any of its queues, then empty its cache."""
@@ -156,6 +160,8 @@ class SglangServer(GenerateClient, Process):
         if self.role != "null":
             command += ["--disaggregation-mode", self.role]
             command += ["--disaggregation-transfer-backend", self.backend]
+        if self.grpc:
+            command += ["--grpc-port", str(self.grpc_port)]
         if self.role == "prefill":
             command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         if self.role == "decode":

@@ -8,79 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from math import inf
-from typing import NamedTuple, cast
-from urllib.parse import urlsplit
+from typing import cast
 
 import httptools
 
-from kvconnect.errors import KVConnectError
+from kvconnect.router.connections.engine_connection import (
+    BaseUrl,
+    ClosedByEngine,
+    ClosedEarly,
+    EngineConnection,
+    Response,
+)
 from kvconnect.router.connections.relay import NO_MEMORY, Passage, RelayedStream, Returned
 
-READ_BYTES = 16 * 1024
-"""Received at a time, and kept until reading from the engine pauses. The loop itself would read 256
-KiB, of which a client that does not read leaves several copies in memory: received, parsed, sent.
-Larger pieces take no less CPU time."""
 _ONE_WRITE = 256 * 1024  # shorter bodies are sent with their head
 _LINE_END = b"\r\n"
 _MOST_HEAD = 64 * 1024  # bytes of a response's headers
 
 
-class Unreachable(KVConnectError):
-    """No connection to the engine could be opened."""
-
-
-class Exhausted(Unreachable):
-    """This process cannot open more connections (file limit); the engine is not at fault."""
-
-
-class ConnectionLost(KVConnectError):
-    """A connection broke, or the engine sent something that is not HTTP."""
-
-
-class ClosedByEngine(ConnectionLost):
-    """The engine closed the connection, or its process ended."""
-
-
-class ClosedEarly(ClosedByEngine):
-    """The engine closed the connection before any byte of the response."""
-
-
-class Interrupted(KVConnectError):
-    """A read was given up; the connection is good."""
-
-
-class BaseUrl(NamedTuple):
-    """A parsed base URL."""
-
-    host: str
-    port: int
-    tls: bool
-    path: str
-    name: str  # value of the Host header
-
-    @classmethod
-    def of(cls, url: str) -> BaseUrl:
-        """Parse ``url``, which has been validated."""
-        parts = urlsplit(url)
-        tls = parts.scheme == "https"
-        port = parts.port or (443 if tls else 80)
-        return cls(parts.hostname or "", port, tls, parts.path, parts.netloc)
-
-
-class IncomingResponse:
+class IncomingResponse(Response):
     """A response as far as it has been received; the callbacks of the HTTP parser."""
 
     def __init__(self) -> None:
-        self.any_bytes = False  # whether any byte was received
-        self.status = 0
-        self.headers: dict[str, str] = {}  # names in lower case
-        self.began = False  # the head is complete
-        self.any_body = False  # whether a byte of the body was received
-        self.ended = False  # the body is complete
-        self.chunks: deque[bytes] = deque()
+        super().__init__()
         self.keep = False  # the connection can be reused
         self.too_many = False  # a second response followed
         self.between_chunks = False  # all that was received are whole chunks
@@ -88,19 +39,10 @@ class IncomingResponse:
         self._head = 0  # bytes of headers
         self.parser = httptools.HttpResponseParser(self)
 
-    @property
-    def may_be_computing(self) -> bool:
-        """Whether the engine may compute it yet: no part of the head, or no byte after it."""
-        return not self.any_bytes or (self.began and not self.any_body)
-
     def cut_off(self) -> None:
         """Note an orderly close, which ends a response without a length."""
         framed = "content-length" in self.headers or "transfer-encoding" in self.headers
         self.ended = self.ended or (self.began and not framed)
-
-    def body(self) -> bytes:
-        """Return the buffered part of the body."""
-        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
 
     def on_message_begin(self) -> None:
         """httptools: a response begins (the first, one after an interim one, or a surplus one)."""
@@ -145,26 +87,21 @@ class IncomingResponse:
             self.keep = self.ended and bool(self.parser.should_keep_alive())
 
 
-class Connection(asyncio.BufferedProtocol):
-    """One connection to an engine; carries one request at a time. ``buffer``: ``READ_BYTES`` that
-    all connections of one loop may share. ``healthy``: whether the engine answers others."""
+class Connection(EngineConnection, asyncio.BufferedProtocol):
+    """One connection to an engine. ``buffer``: ``READ_BYTES`` that all connections of one loop may
+    share."""
+
+    response: IncomingResponse
 
     def __init__(self, buffer: memoryview, healthy: Callable[[], bool]) -> None:
-        self.used_at = 0.0
+        super().__init__(healthy)
         self._buffer = buffer
-        self._healthy = healthy
         self._transport: asyncio.Transport
-        self.response = IncomingResponse()  # the response to the last request
+        self.response = IncomingResponse()
         self.response.ended = True  # no request was sent yet
-        self._waiting: asyncio.Future[None] | None = None
-        self._interrupted = False
         self._passage: Passage | None = None
         self._relayed: RelayedStream | None = None
         self._whole_lines = False  # the last data ended a line
-        self._broken: ConnectionLost | None = None
-        self._paused = False
-        self._heard = 0.0
-        self._timer: asyncio.TimerHandle | None = None
 
     # Called by asyncio
 
@@ -201,21 +138,18 @@ class Connection(asyncio.BufferedProtocol):
             response.chunks.clear()
             self._relay(passage)
             return
-        if not self._paused and sum(map(len, response.chunks)) > READ_BYTES:
+        if not self._paused and response.is_much:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         """asyncio: the connection is closed."""
-        if self._timer is not None:
-            self._timer.cancel()
         self._stop_relaying()
         if error is None and self._broken is None:  # the engine closed it
             self.response.cut_off()
         kind = ClosedByEngine if self.response.any_bytes else ClosedEarly
-        self._broken = self._broken or kind(str(error or "closed the connection"))
-        self._wake()
+        self._end(kind(str(error or "closed the connection")))
 
     # Called by the owner of the request
 
@@ -225,76 +159,16 @@ class Connection(asyncio.BufferedProtocol):
         return self._broken is None and not self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes, silence_s: float) -> None:
-        """Send a request. The connection counts as lost when the engine sends nothing for
-        ``silence_s`` seconds before the response is complete. A healthy engine that has sent
-        nothing of the body yet is not silent: it computes a long prompt or a whole answer."""
-        self.response = IncomingResponse()
-        self._interrupted = False
-        self._heard = time.monotonic()
-        if self._timer is None:
-            self._listen(silence_s)
+        """Send a request."""
+        self._begin(IncomingResponse(), silence_s)
         if len(body) < _ONE_WRITE:
             self._transport.write(head + body)
         else:
             self._transport.write(head)
             self._transport.write(body)
 
-    async def wait_for_head(self) -> None:
-        """Wait for the response's head.
-
-        Raises:
-            ConnectionLost: the connection broke first.
-        """
-        while not self.response.began:
-            await self._wait_for_data()
-
-    async def readany(self, passage: Passage | None = None) -> bytes:
-        """Return the received part of the body, at least one byte; empty at its end.
-
-        While this waits, data goes to ``passage`` directly from the callback, without waking a
-        task: waking one for each token took a fifth of a stream's CPU time. Whole chunks go through
-        the relay, if it has one. Data that it does not forward is returned here.
-
-        Raises:
-            ConnectionLost: the connection broke.
-            Interrupted: :meth:`interrupt` was called.
-        """
-        response = self.response
-        while not response.chunks:
-            if response.ended:
-                return b""
-            if self._interrupted:
-                self._interrupted = False
-                raise Interrupted
-            self._passage = passage
-            try:
-                if passage is not None and self._broken is None:
-                    self._relay(passage)
-                await self._wait_for_data()
-            finally:
-                self._passage = None
-                self._stop_relaying()
-        data = response.body()
-        response.chunks.clear()
-        if self._paused:
-            self._paused = False
-            self._transport.resume_reading()
-        return data
-
-    def interrupt(self) -> None:
-        """Have :meth:`readany` end once, though more will come."""
-        self._interrupted = True
-        self._wake()
-
-    def end_silent(self, since: float) -> None:
-        """Give the request up if the engine has sent nothing since a time."""
-        self._ask_relay()
-        if self._heard < since and not (self._paused or self.response.ended):
-            self._break("sent nothing since it went down")
-
     def finish(self) -> bool:
-        """End the request; return whether the connection can be reused. If not, close it; the
-        engine then aborts an unfinished request."""
+        """End the request, and close the connection if it cannot be reused."""
         keep = self.usable and self.response.keep and not self.response.chunks
         if not keep:
             self.close()
@@ -302,29 +176,21 @@ class Connection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Close the connection at once."""
+        self._abort()
+
+    def _abort(self) -> None:
         self._stop_relaying()
         self._transport.abort()
 
-    def _listen(self, silence_s: float) -> None:
-        """Check for silence, and set the next check. The timer outlives requests: most end long
-        before it fires, so setting one per request would be waste."""
-        now = time.monotonic()
-        self._ask_relay()
-        if self._paused or self.response.ended:  # the router is not reading, or has no request open
-            self._heard = now
-        if now >= self._heard + silence_s and self.response.may_be_computing and self._healthy():
-            self._heard = now
-        left = self._heard + silence_s - now
-        if left <= 0:
-            self._break(f"sent nothing for {silence_s:g} seconds")
-            return
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(left, self._listen, silence_s)
+    def _resume(self) -> None:
+        self._transport.resume_reading()
 
-    def _break(self, why: str) -> None:
-        self._broken = self._broken or ConnectionLost(why)
-        self._stop_relaying()
-        self._transport.abort()
+    def _pass_to(self, passage: Passage | None) -> None:
+        self._passage = passage
+        if passage is None:
+            self._stop_relaying()
+        elif self._broken is None:
+            self._relay(passage)
 
     def _relay(self, passage: Passage) -> None:
         """Leave the stream to the relay, if it is where the relay can go on."""
@@ -338,9 +204,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._relayed is not None:
             self._relayed.stop()
 
-    def _ask_relay(self) -> None:
-        if self._relayed is not None:
-            self._heard = max(self._heard, self._relayed.heard)
+    def _last_heard(self) -> float:
+        return self._heard if self._relayed is None else max(self._heard, self._relayed.heard)
 
     def _came_back(self, returned: Returned) -> None:
         """Go on where the relay ended."""
@@ -354,38 +219,6 @@ class Connection(asyncio.BufferedProtocol):
             self._break("there was no memory for what it sent")
         elif returned.rest:
             self.receive(returned.rest)
-
-    async def _wait_for_data(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-        self._waiting = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiting
-        finally:
-            self._waiting = None
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-
-async def read(
-    connection: Connection, most: float = inf, take: Callable[[int], None] = lambda _: None
-) -> bytes:
-    """Return the rest of a response body, of at most ``most`` bytes. ``take`` is told of each
-    piece's bytes before it is kept, and may raise.
-
-    Raises:
-        ConnectionLost: the connection broke, or the body is longer.
-    """
-    chunks = []
-    while chunk := await connection.readany():
-        take(len(chunk))
-        chunks.append(chunk)
-        most -= len(chunk)
-        if most < 0:
-            raise ConnectionLost("sent a response over the size limit")
-    return b"".join(chunks)
 
 
 def request_head(

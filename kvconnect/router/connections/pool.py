@@ -7,18 +7,21 @@ import errno
 import ssl
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from kvconnect.router.connections.http1 import (
+from kvconnect.router.connections.engine_connection import (
     READ_BYTES,
     BaseUrl,
     ClosedEarly,
-    Connection,
+    EngineConnection,
     Exhausted,
     Unreachable,
     read,
-    request_head,
 )
+from kvconnect.router.connections.http1 import Connection, request_head
+
+if TYPE_CHECKING:
+    from grpc.aio import Channel
 
 CONNECT_S = 5.0
 ANSWER_BYTES = 64 * 2**20  # limit of a response that is read as a whole
@@ -34,8 +37,9 @@ class ConnectionPool:
     def __init__(self, silence_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._silence_s = silence_s
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._idle: dict[BaseUrl, list[Connection]] = {}
-        self._asking: dict[BaseUrl, set[Connection]] = {}
+        self._idle: dict[BaseUrl, list[EngineConnection]] = {}
+        self._channels: dict[BaseUrl, Channel] = {}  # of engines that speak gRPC
+        self._asking: dict[BaseUrl, set[EngineConnection]] = {}
         self._down_since: dict[BaseUrl, float] = {}
         self._tls = tls  # created on first use: loading certificate authorities is slow
 
@@ -45,7 +49,7 @@ class ConnectionPool:
         head: bytes,
         body: bytes = b"",
         written: Callable[[], None] | None = None,
-    ) -> Connection:
+    ) -> EngineConnection:
         """Send a request; return its connection once the response's head has been received.
 
         The engine may close a kept connection at any time. If it does so before the first byte of
@@ -63,7 +67,7 @@ class ConnectionPool:
                 pass
         return await self._ask(base, await self._connect(base), head, body, written)
 
-    def release(self, base: BaseUrl, connection: Connection) -> None:
+    def release(self, base: BaseUrl, connection: EngineConnection) -> None:
         """Give a connection back; it is closed unless its response is complete."""
         idle = self._idle.setdefault(base, [])
         self._answered(base, connection)
@@ -88,12 +92,13 @@ class ConnectionPool:
     def forget(self, base: BaseUrl) -> None:
         """Close the kept connections to one engine."""
         self._down_since.pop(base, None)
+        self._channels.pop(base, None)
         for connection in self._idle.pop(base, ()):
             connection.close()
 
     def close(self) -> None:
         """Close all kept connections."""
-        for base in list(self._idle):
+        for base in [*self._idle, *self._channels]:
             self.forget(base)
 
     async def get(self, base: BaseUrl, path: str, timeout_s: float) -> tuple[int, bytes]:
@@ -126,11 +131,11 @@ class ConnectionPool:
     async def _ask(
         self,
         base: BaseUrl,
-        connection: Connection,
+        connection: EngineConnection,
         head: bytes,
         body: bytes,
         written: Callable[[], None] | None,
-    ) -> Connection:
+    ) -> EngineConnection:
         begun = False
         self._asking.setdefault(base, set()).add(connection)
         try:
@@ -145,13 +150,29 @@ class ConnectionPool:
                 connection.close()
         return connection
 
-    def _answered(self, base: BaseUrl, connection: Connection) -> None:
+    def _answered(self, base: BaseUrl, connection: EngineConnection) -> None:
         asking = self._asking.get(base, set())
         asking.discard(connection)
         if not asking:
             self._asking.pop(base, None)
 
-    async def _connect(self, base: BaseUrl) -> Connection:
+    async def _connect(self, base: BaseUrl) -> EngineConnection:
+        return await (self._connect_grpc(base) if base.grpc else self._connect_http(base))
+
+    async def _connect_grpc(self, base: BaseUrl) -> EngineConnection:
+        # An optional package.
+        from kvconnect.router.connections import grpc_connection
+
+        if base not in self._channels:
+            self._channels[base] = grpc_connection.make_channel(base)
+        channel = self._channels[base]
+        try:
+            await within(grpc_connection.connect(channel), CONNECT_S)
+        except (TimeoutError, Unreachable) as error:
+            raise Unreachable(f"{base.name}: {error or 'no connection in time'}") from error
+        return grpc_connection.GrpcConnection(channel, lambda: base not in self._down_since)
+
+    async def _connect_http(self, base: BaseUrl) -> EngineConnection:
         loop = asyncio.get_running_loop()
         if base.tls:
             self._tls = self._tls or ssl.create_default_context()
@@ -177,7 +198,7 @@ class ConnectionPool:
             if not taken:  # the connection may still open, without an owner
                 connecting.add_done_callback(_abandon)
 
-    def _take(self, base: BaseUrl) -> Connection | None:
+    def _take(self, base: BaseUrl) -> EngineConnection | None:
         idle = self._idle.get(base)
         now = time.monotonic()
         while idle:

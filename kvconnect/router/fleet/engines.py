@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvconnect.circuit_breaker import CircuitBreaker
-from kvconnect.router.connections.http1 import BaseUrl
+from kvconnect.router.connections.engine_connection import BaseUrl
+from kvconnect.router.engine_spec import EngineSpec
 from kvconnect.router.fleet.pairing import EnginePair, Pairing
-from kvconnect.router.options import EngineSpec, RouterOptions
+from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role

@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any
 
 from kvconnect.errors import KVConnectError, Refused
-from kvconnect.router.connections.http1 import ConnectionLost, Exhausted, Unreachable, request_head
+from kvconnect.router.connections.engine_connection import ConnectionLost, Exhausted, Unreachable
+from kvconnect.router.connections.http1 import request_head
 from kvconnect.router.connections.pool import ConnectionPool, within
 from kvconnect.router.decision import handoff_bodies, mooncake_ticket
 from kvconnect.router.fleet import reports

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvconnect.errors import Refused
 from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.engine_spec import EngineSpec
 from kvconnect.router.fleet import sources
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.handoff_probes import Prober
@@ -24,7 +25,7 @@ from kvconnect.router.fleet.receipts import OwedReceipts
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.fleet.watch import Watcher
 from kvconnect.router.metrics import InputKind, RouterMetrics
-from kvconnect.router.options import EngineSpec, RouterOptions
+from kvconnect.router.options import RouterOptions
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.router.supervisor import Supervisor, TaskKind

@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvconnect.errors import Refused
-from kvconnect.router.connections.http1 import (
+from kvconnect.router.connections.engine_connection import (
     BaseUrl,
     ConnectionLost,
     Exhausted,
     Unreachable,
-    request_head,
 )
+from kvconnect.router.connections.http1 import request_head
 from kvconnect.router.connections.pool import ConnectionPool
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.engines import Engine

@@ -9,15 +9,15 @@ from enum import Enum
 from types import TracebackType
 
 from kvconnect.errors import KVConnectError
-from kvconnect.router.connections.http1 import (
+from kvconnect.router.connections.engine_connection import (
     ClosedByEngine,
-    Connection,
     ConnectionLost,
+    EngineConnection,
     Exhausted,
     Unreachable,
     read,
-    request_head,
 )
+from kvconnect.router.connections.http1 import request_head
 from kvconnect.router.connections.pool import ConnectionPool
 from kvconnect.router.connections.relay import Passage
 from kvconnect.router.fleet.engines import Engine
@@ -139,7 +139,7 @@ class EngineCall:
         self.target_choice = target_choice
         self._span = span
         self._began = 0.0
-        self._connection: Connection | None = None
+        self._connection: EngineConnection | None = None
         self._outcome = CallOutcome.CANCELLED  # until another outcome is known
         self._computed = False
         self._work = work
@@ -305,7 +305,7 @@ class EngineCall:
         return f"{self.engine.role.value} engine {self.engine.index}"
 
     @property
-    def _opened(self) -> Connection:
+    def _opened(self) -> EngineConnection:
         assert self._connection is not None, "open() comes first"
         return self._connection
 

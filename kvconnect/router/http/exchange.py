@@ -15,7 +15,7 @@ import time
 from functools import partial
 
 from kvconnect.errors import Refused
-from kvconnect.router.connections.http1 import Interrupted
+from kvconnect.router.connections.engine_connection import Interrupted
 from kvconnect.router.decision import ClientRequest, Decision
 from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.http.admission import BodyAllocation, Busy

@@ -7,7 +7,8 @@ import time
 from array import array
 from collections.abc import Callable
 
-from kvconnect.router.connections.http1 import ConnectionLost, Unreachable, request_head
+from kvconnect.router.connections.engine_connection import ConnectionLost, Unreachable
+from kvconnect.router.connections.http1 import request_head
 from kvconnect.router.connections.relay import RelayedStream, Returned
 from kvconnect.router.decision import ClientRequest, Decision
 from kvconnect.router.http.engine_call import EngineFailed

@@ -17,6 +17,7 @@ from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.requests import body as bodies
 from kvconnect.router.requests.apis import Api
 from kvconnect.router.requests.body import Prompt, PromptPrefix
+from kvconnect.router.requests.engine_bodies import SGLANG_GENERATE
 from kvconnect.router.requests.media import with_own_media
 
 BODY_S = 60.0  # limit for receiving a body: a slow client holds memory
@@ -67,6 +68,8 @@ class RequestReader:
 
     def _parsed(self, raw: bytes | bytearray, api: Api, tenant: Tenant) -> ParsedRequest:
         body = bodies.read_body(raw)
+        if api.path == SGLANG_GENERATE:
+            bodies.refuse_empty_prompts(body)
         if tenant.secret and api.salted:
             own = body.get(bodies.SALT)
             body[bodies.SALT] = tenant.salt(b"" if own is None else bytes(own))

@@ -50,6 +50,7 @@ _RETENTION = {"24h": 86_400.0}  # "in_memory" is what engines do without being a
 _MARKS = {"5m": 300.0, "1h": 3600.0}
 _MARK_DEPTH = 3  # messages, their parts, and parts of a tool's result
 _MARKED = ("cache_control", "system", "messages", "tools")
+_EMPTY = (b'""', b"[]")
 _FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
@@ -133,6 +134,19 @@ def read_body(raw: bytes | bytearray) -> dict[str, Any]:
     for name in _ROUTERS_OWN:
         body.pop(name, None)
     return body
+
+
+def refuse_empty_prompts(body: Body) -> None:
+    """Refuse prompts without a token in a body of SGLang's ``/generate``: its server ends when it
+    computes one. Its other APIs refuse them themselves.
+
+    Raises:
+        Refused: one is empty.
+    """
+    for key in ("text", "input_ids"):
+        prompts = _items(raw_of(body, key))
+        if prompts is not None and (not prompts or any(bytes(each) in _EMPTY for each in prompts)):
+            raise Refused("body", f"{key}: a prompt is empty; send at least one token")
 
 
 def prompt_of(body: Body) -> Prompt:
@@ -270,6 +284,16 @@ def _sampling(body: Body) -> list[Raw]:
         return [msgspec.json.decode(text, type=_Sampling).n]
     except _BROKEN:
         return []
+
+
+def _items(text: bytes) -> list[Raw] | None:
+    """Return the items of a list; another value alone, none if there is none."""
+    if not text or text == b"null":
+        return None
+    try:
+        return msgspec.json.decode(text, type=list[Raw])
+    except _BROKEN:
+        return [Raw(text)]
 
 
 def _count(text: bytes) -> int:

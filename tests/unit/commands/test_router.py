@@ -17,9 +17,9 @@ import pytest
 from kvconnect import cli
 from kvconnect.commands import router
 from kvconnect.router.api_keys import ApiKey
+from kvconnect.router.engine_spec import EngineSpec
 from kvconnect.router.options import (
     AdminAccess,
-    EngineSpec,
     EtcdServer,
     Intervals,
     Listening,

@@ -13,7 +13,7 @@ import pytest
 
 from kvconnect.errors import Refused
 from kvconnect.router.decision import ChosenEngines, ClientRequest, Decision, Legs
-from kvconnect.router.options import EngineSpec
+from kvconnect.router.engine_spec import EngineSpec
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason
 from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role, TargetLoad
 from kvconnect.router.policy.rules import RoutingRules

@@ -11,16 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import ConfigError, Refused
+from kvconnect.router.engine_spec import EngineSpec, check_hosts, engine_specs
 from kvconnect.router.fleet import reports
-from kvconnect.router.options import (
-    EngineSpec,
-    EtcdServer,
-    Intervals,
-    RouterLimits,
-    RouterOptions,
-    check_hosts,
-    engine_specs,
-)
+from kvconnect.router.options import EtcdServer, Intervals, RouterLimits, RouterOptions
 from kvconnect.router.policy.choice import (
     MODES,
     FailedTargets,
@@ -43,7 +36,13 @@ from kvconnect.router.policy.no_choice import explain_no_choice
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests import engine_bodies
-from kvconnect.router.requests.body import prefix_of, prompt_of, read_body, token_ids_of
+from kvconnect.router.requests.body import (
+    prefix_of,
+    prompt_of,
+    read_body,
+    refuse_empty_prompts,
+    token_ids_of,
+)
 
 ID = "0123456789abcdef" * 2
 
@@ -751,3 +750,26 @@ def test_a_byte_order_mark_before_a_body_is_skipped(kind: type[bytes] | type[byt
     for wrong in (mark + mark + body, b"{" + mark + body[1:], mark):
         with pytest.raises(Refused, match="not a JSON object"):
             read_body(kind(wrong))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"text": ""}',
+        b'{"text": ["a", ""]}',
+        b'{"text": []}',
+        b'{"input_ids": [ ]}',
+        b'{"input_ids": [[1], [ ]]}',
+        b'{"text": null, "input_ids": []}',
+    ],
+)
+def test_empty_prompts_of_generate_are_refused(body: bytes) -> None:
+    with pytest.raises(Refused, match="a prompt is empty"):
+        refuse_empty_prompts(read_body(body))
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"text": "a"}', b'{"input_ids": [0]}', b'{"text": null}', b"{}", b'{"text": 3}']
+)
+def test_control_other_prompts_are_left_to_the_engine(body: bytes) -> None:
+    refuse_empty_prompts(read_body(body))

@@ -11,14 +11,8 @@ import pytest
 import uvloop
 
 from kvconnect.router.connections import pool
-from kvconnect.router.connections.http1 import (
-    READ_BYTES,
-    BaseUrl,
-    Connection,
-    ConnectionLost,
-    read,
-    request_head,
-)
+from kvconnect.router.connections.engine_connection import READ_BYTES, BaseUrl, ConnectionLost, read
+from kvconnect.router.connections.http1 import Connection, request_head
 from kvconnect.router.connections.pool import ConnectionPool
 from tests.fakes.engine import on_loop, until
 

@@ -22,13 +22,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.router.connections.http1 import BaseUrl
+from kvconnect.router.connections.engine_connection import BaseUrl
 from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.engine_spec import EngineSpec
 from kvconnect.router.fleet import engines as breakers
 from kvconnect.router.fleet.engines import Engine, engine_breaker
 from kvconnect.router.fleet.sources import OnRefused, dns, file
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import EngineSpec, Sources
+from kvconnect.router.options import Sources
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prompt_times import PromptTimer

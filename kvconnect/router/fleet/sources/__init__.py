@@ -12,8 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from functools import partial
 
 from kvconnect.errors import ConfigError
+from kvconnect.router.engine_spec import EngineSpec, engine_spec
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import EngineSpec, Sources, engine_spec
+from kvconnect.router.options import Sources
 from kvconnect.router.policy.fleet_view import Role
 
 NamedEngines = Mapping[Role, tuple[EngineSpec, ...]]

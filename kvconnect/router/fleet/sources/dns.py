@@ -6,9 +6,9 @@ import asyncio
 import logging
 import socket
 
+from kvconnect.router.engine_spec import EngineSpec, engine_spec
 from kvconnect.router.fleet.sources import EngineSource, OnRefused, at_addresses
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import EngineSpec, engine_spec
 from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)

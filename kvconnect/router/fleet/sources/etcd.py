@@ -15,9 +15,10 @@ from etcd3gw.client import Etcd3Client
 from etcd3gw.exceptions import Etcd3Exception
 
 from kvconnect.errors import ConfigError
+from kvconnect.router.engine_spec import EngineSpec, engine_spec
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import EngineSpec, EtcdServer, engine_spec
+from kvconnect.router.options import EtcdServer
 from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 
 from kvconnect.errors import ConfigError
+from kvconnect.router.engine_spec import EngineSpec, engine_spec
 from kvconnect.router.fleet.sources import EngineSource, NamedEngines, OnRefused
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import EngineSpec, engine_spec
 from kvconnect.router.policy.fleet_view import Role
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ import msgspec
 import urllib3
 from kubernetes import client, config, watch
 
+from kvconnect.router.engine_spec import engine_spec
 from kvconnect.router.fleet.sources import EngineSource, OnRefused, at_addresses
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import engine_spec
 from kvconnect.router.policy.fleet_view import Role
 from kvconnect.threads import ThreadKind, make
 
