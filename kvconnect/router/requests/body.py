@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ _RETENTION = {"24h": 86_400.0}  # "in_memory" is what engines do without being a
 _MARKS = {"5m": 300.0, "1h": 3600.0}
 _MARK_DEPTH = 3  # messages, their parts, and parts of a tool's result
 _MARKED = ("cache_control", "system", "messages", "tools")
-_EMPTY = (b'""', b"[]")
+_EMPTY_LIST, _LIST_OF = re.compile(rb"\[\s*\]"), re.compile(rb'\[\s*["\[]')
 _FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
@@ -144,8 +145,8 @@ def refuse_empty_prompts(body: Body) -> None:
         Refused: one is empty.
     """
     for key in ("text", "input_ids"):
-        prompts = _items(raw_of(body, key))
-        if prompts is not None and (not prompts or any(bytes(each) in _EMPTY for each in prompts)):
+        text = raw_of(body, key)
+        if _is_empty(text) or any(map(_is_empty, _several(text))):
             raise Refused("body", f"{key}: a prompt is empty; send at least one token")
 
 
@@ -286,14 +287,16 @@ def _sampling(body: Body) -> list[Raw]:
         return []
 
 
-def _items(text: bytes) -> list[Raw] | None:
-    """Return the items of a list; another value alone, none if there is none."""
-    if not text or text == b"null":
-        return None
+def _is_empty(text: bytes) -> bool:
+    return bytes(text) == b'""' or _EMPTY_LIST.match(text) is not None
+
+
+def _several(text: bytes) -> list[Raw]:
+    """Return the prompts of a list of texts or of lists; none if it is another value."""
     try:
-        return msgspec.json.decode(text, type=list[Raw])
+        return msgspec.json.decode(text, type=list[Raw]) if _LIST_OF.match(text) else []
     except _BROKEN:
-        return [Raw(text)]
+        return []
 
 
 def _count(text: bytes) -> int:
