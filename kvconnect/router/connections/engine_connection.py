@@ -102,7 +102,7 @@ class EngineConnection(ABC):
         self._healthy = healthy
         self._waiting: asyncio.Future[None] | None = None
         self._interrupted = False
-        self._broken: ConnectionLost | None = None
+        self._broken: ConnectionLost | Unreachable | None = None
         self._paused = False
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None

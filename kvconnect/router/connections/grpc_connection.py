@@ -33,7 +33,6 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", _MOST_MESSAGE),
     ("grpc.max_send_message_length", -1),  # bodies of clients have a limit of their own
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -151,7 +150,9 @@ class GrpcConnection(EngineConnection):
 
     def _fail(self, error: grpc.aio.AioRpcError) -> None:
         code, details = error.code(), error.details() or error.code().name
-        if code is StatusCode.UNAVAILABLE:
+        if code is StatusCode.UNAVAILABLE and details.startswith("failed to connect"):
+            self._broken = self._broken or Unreachable(details)  # the channel was lost before
+        elif code is StatusCode.UNAVAILABLE:
             kind = ClosedByEngine if self.response.any_bytes else ClosedEarly
             self._broken = self._broken or kind(details)
         elif self.response.began:

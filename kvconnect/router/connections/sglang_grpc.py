@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from google.protobuf import json_format
@@ -23,6 +23,9 @@ from kvconnect.router.connections.sglang_messages import message
 SERVICE = "/sglang.runtime.v1.SglangService/"
 
 _ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+_T = TypeVar("_T")
+
+_ROUTERS_OWN = {"disaggregated_params", "trace_headers"}
 _OWN_HEADERS = {"host", "content-type", "content-length"}
 _STATUS_OF = {
     "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
@@ -64,10 +67,6 @@ class Call(NamedTuple):
     streams: bool = False
 
 
-class _Streams(msgspec.Struct):
-    stream: bool | None = False
-
-
 def call_for(head: bytes, body: bytes) -> Call:
     """Return the call that an HTTP request stands for.
 
@@ -90,7 +89,7 @@ def call_for(head: bytes, body: bytes) -> Call:
         raise NoSuchCall("path", f"SGLang's gRPC API has nothing for {path}; use its HTTP port")
     asked = message("OpenAIRequest")(json_body=body, trace_headers=_pairs(told))
     if name in _STREAMED:
-        streams = bool(msgspec.json.decode(body, type=_Streams).stream)
+        streams = bytes(_object(body, dict[str, Raw]).get("stream", b"")) == b"true"
         return Call(name, asked.SerializeToString(), _openai_part, streams)
     return Call(name, asked.SerializeToString(), _openai_answer)
 
@@ -108,30 +107,37 @@ def error_body(why: str, status: int) -> bytes:
     return msgspec.json.encode({"object": "error", "message": why, "type": kind, "code": status})
 
 
+def _object(body: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Refused("body", f"the request body is not a JSON object: {error}") from error
+
+
 def _generate(body: bytes, headers: Mapping[str, str]) -> Call:
-    asked = msgspec.json.decode(body, type=dict[str, Any])
+    asked = _object(body, dict[str, Any])
     room = {name: asked.pop(name) for name in _ROOM if name in asked}
-    if room:
-        asked["disaggregated_params"] = room
-    sampling = dict(asked.get("sampling_params") or {})
+    sampling = asked.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise Refused("body", "sampling_params: SGLang's gRPC API takes one object")
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = [sampling["stop"]]
-    asked |= {"sampling_params": sampling, "trace_headers": _pairs(headers)}
     name = "TextGenerate" if asked.get("text") is not None else "Generate"
     request = message(f"{name}Request")()
     known = request.DESCRIPTOR.fields_by_name
-    fields = [(field, known) for field in asked]
-    fields += [(field, known["sampling_params"].message_type.fields_by_name) for field in sampling]
-    for field, allowed in fields:
-        if field not in allowed:
-            why = f"{field}: SGLang's gRPC API has no such field; use its HTTP port"
-            raise Refused("body", why)
+    settings = known["sampling_params"].message_type.fields_by_name
+    strange = {*asked} - ({*known} - _ROUTERS_OWN) | {*sampling} - {*settings}
+    for field in sorted(strange)[:1]:
+        raise Refused("body", f"{field}: SGLang's gRPC API has no such field; use its HTTP port")
+    asked |= {"sampling_params": sampling, "trace_headers": _pairs(headers)}
+    if room:
+        asked["disaggregated_params"] = room
     try:
         json_format.ParseDict(asked, request)
     except json_format.ParseError as error:
         raise Refused("body", f"SGLang's gRPC API does not take it: {error}") from error
     read = _text_part if name == "TextGenerate" else _ids_part
-    return Call(name, request.SerializeToString(), read, bool(asked.get("stream")))
+    return Call(name, request.SerializeToString(), read, asked.get("stream") is True)
 
 
 def _pairs(headers: Mapping[str, str]) -> list[dict[str, str]]:

@@ -169,7 +169,7 @@ async def test_an_engine_that_ends_has_closed_the_connection() -> None:
 
         async def is_back() -> bool:
             try:
-                return (await client.get(base, "/health", 5.0))[0] == 200
+                return (await client.get(base, "/health", 60.0))[0] == 200
             except Unreachable:
                 return False
 
@@ -289,17 +289,17 @@ async def test_what_the_router_asks_about_an_engine() -> None:
     loads = b'[{"dp_rank":0,"num_used_tokens":7}]'
     told = says(message("GetLoadResponse")(json_info=loads))
     async with serving(GetLoad=told) as engine, asking(engine) as (client, base):
-        assert (await client.get(base, "/health", 5.0))[0] == 200
-        models = json.loads((await client.get(base, "/v1/models", 5.0))[1])
+        assert (await client.get(base, "/health", 60.0))[0] == 200
+        models = json.loads((await client.get(base, "/v1/models", 60.0))[1])
         assert [model["id"] for model in models["data"]] == ["model"]
-        assert await client.get(base, "/v1/loads?include=core", 5.0) == (
+        assert await client.get(base, "/v1/loads?include=core", 60.0) == (
             200,
             b'{"loads":%b}' % loads,
         )
-        assert (await client.get(base, "/metrics", 5.0))[0] == 404
+        assert (await client.get(base, "/metrics", 60.0))[0] == 404
     unwell = says(message("HealthCheckResponse")(healthy=False))
     async with serving(HealthCheck=unwell) as engine, asking(engine) as (client, base):
-        assert (await client.get(base, "/health", 5.0))[0] == 503
+        assert (await client.get(base, "/health", 60.0))[0] == 503
 
 
 @on_loop
@@ -330,7 +330,7 @@ def test_engines_are_never_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch
     @on_loop
     async def run() -> None:
         async with serving() as engine, asking(engine) as (client, base):
-            assert (await client.get(base, "/health", 5.0))[0] == 200
+            assert (await client.get(base, "/health", 60.0))[0] == 200
 
     run()
 
@@ -365,6 +365,40 @@ def test_numbers_arrive_as_they_are(ids: list[int], room: int) -> None:
     assert (list(asked.input_ids), asked.disaggregated_params.bootstrap_room) == (ids, room)
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = [*message("TextGenerateRequest").DESCRIPTOR.fields_by_name, "input_ids"]
+SAMPLING = [*message("SamplingParams").DESCRIPTOR.fields_by_name]
+
+
+@given(
+    st.sampled_from(["/generate", "/v1/completions", "/v1/score"]),
+    st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+    st.none() | st.dictionaries(st.sampled_from(SAMPLING), JSON, max_size=3),
+)
+def test_any_body_is_a_call_or_is_refused(
+    path: str, body: dict[str, Any], sampling: dict[str, Any] | None
+) -> None:
+    if sampling is not None:
+        body["sampling_params"] = sampling
+    raw = json.dumps(body).encode()
+    try:
+        call = sglang_grpc.call_for(head_of(BaseUrl.of("grpc://engine:1"), path, raw), raw)
+    except Refused:
+        return
+    assert call.streams is (path != "/v1/score" and body.get("stream") is True)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"a":' + b"[" * 100_000])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_what_is_no_object_is_refused(path: str, raw: bytes) -> None:
+    with pytest.raises(Refused, match="not a JSON object"):
+        sglang_grpc.call_for(head_of(BaseUrl.of("grpc://engine:1"), path, raw), raw)
+
+
 def test_generate_with_text() -> None:
     name, asked = generate(text="hello", stream=True)
     assert (name, asked.text, asked.stream) == ("TextGenerate", "hello", True)
@@ -378,6 +412,10 @@ def test_generate_with_text() -> None:
         ({"text": "a", "sampling_params": {"tempo": 1}}, "tempo"),
         ({"text": "a", "sampling_params": {"max_new_tokens": "b"}}, "max_new_tokens|maxNewTokens"),
         ({"text": "a", "disagg_prefill_dp_rank": 1}, "disagg_prefill_dp_rank"),
+        ({"text": "a", "disaggregated_params": {"bootstrap_host": "b"}}, "disaggregated_params"),
+        ({"text": "a", "sampling_params": [{"temperature": 1}]}, "sampling_params"),
+        ({"text": "a", "sampling_params": {"temperature": 1e300}}, "temperature"),
+        ({"text": "a", "sampling_params": {"n": 2**31}}, "n"),
     ],
 )
 def test_what_generate_cannot_say_is_refused(body: dict[str, Any], named: str) -> None:
