@@ -19,7 +19,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 
 
 def missing(extras: Collection[str]) -> list[str]:
-    """Return those of some extras that are not whole. Imports nothing."""
+    """Return those of some extras that are not whole. Imports packages of modules at most."""
     return [extra for extra in extras if _lacks(extra)]
 
 

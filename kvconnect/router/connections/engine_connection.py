@@ -40,6 +40,16 @@ class ClosedEarly(ClosedByEngine):
     """The engine closed the connection before any byte of the response."""
 
 
+class NotTaken(KVConnectError):
+    """The engine's API has nothing for a request, which was not sent. ``status``: what an engine
+    would answer over HTTP; ``body``: with it."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"{status}")
+        self.status = status
+        self.body = body
+
+
 class Interrupted(KVConnectError):
     """A read was given up; the connection is good."""
 
@@ -111,7 +121,11 @@ class EngineConnection(ABC):
     def send(self, head: bytes, body: bytes, silence_s: float) -> None:
         """Send a request in HTTP. The connection counts as lost when the engine sends nothing for
         ``silence_s`` seconds before the response is complete. A healthy engine that has sent
-        nothing of the body yet is not silent: it computes a long prompt or a whole answer."""
+        nothing of the body yet is not silent: it computes a long prompt or a whole answer.
+
+        Raises:
+            NotTaken: the engine's API has nothing for it.
+        """
 
     @abstractmethod
     def finish(self) -> bool:

@@ -24,10 +24,11 @@ from kvconnect.router.connections.engine_connection import (
     Response,
     Unreachable,
 )
-from kvconnect.router.connections.sglang_grpc import Call, NoSuchCall, Part
+from kvconnect.router.connections.sglang_grpc import Call, Part
 
 EVENT_STREAM, JSON = "text/event-stream", "application/json"
-_MOST_MESSAGE = 64 * 2**20  # bytes; a whole answer is one message
+_MOST_MESSAGE = 64 * 2**20  # bytes; a whole answer is one message, which a call holds at most
+_NOT_CONNECTED = ("failed to connect", "DNS resolution failed", "connections to all backends")
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # engines are never asked through a proxy
     ("grpc.max_receive_message_length", _MOST_MESSAGE),
@@ -74,14 +75,9 @@ class GrpcConnection(EngineConnection):
         self._answers: list[bytes] = []  # of a response that is no stream
 
     def send(self, head: bytes, body: bytes, silence_s: float) -> None:
-        """Send a request, or answer it here if the gRPC API has nothing for it."""
+        """Send a request."""
+        call = sglang_grpc.call_for(head, body)
         self._begin(Response(), silence_s)
-        try:
-            call = sglang_grpc.call_for(head, body)
-        except Refused as error:
-            missing = isinstance(error, NoSuchCall)
-            self._refuse(HTTPStatus.NOT_FOUND if missing else HTTPStatus.BAD_REQUEST, str(error))
-            return
         self._task = asyncio.create_task(self._receive(call))
         self._task.add_done_callback(self._ended)
 
@@ -97,8 +93,6 @@ class GrpcConnection(EngineConnection):
     def _abort(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        else:
-            self._end(ConnectionLost("the request was not sent"))
 
     def _resume(self) -> None:
         self._read_on.set()
@@ -128,6 +122,8 @@ class GrpcConnection(EngineConnection):
         events = call.streams and part.status == HTTPStatus.OK
         if not response.began:
             self._head(part.status, EVENT_STREAM if events else JSON)
+        elif call.streams and not events:
+            raise Refused("message", "an error in mid-stream")
         if part.body:
             response.any_body = True
             if events:
@@ -150,7 +146,7 @@ class GrpcConnection(EngineConnection):
 
     def _fail(self, error: grpc.aio.AioRpcError) -> None:
         code, details = error.code(), error.details() or error.code().name
-        if code is StatusCode.UNAVAILABLE and details.startswith("failed to connect"):
+        if code is StatusCode.UNAVAILABLE and details.startswith(_NOT_CONNECTED):
             self._broken = self._broken or Unreachable(details)  # the channel was lost before
         elif code is StatusCode.UNAVAILABLE:
             kind = ClosedByEngine if self.response.any_bytes else ClosedEarly
@@ -158,13 +154,12 @@ class GrpcConnection(EngineConnection):
         elif self.response.began:
             self._broken = self._broken or ConnectionLost(details)
         else:
-            self._refuse(sglang_grpc.status_of(code.name, details), details)
+            self._answer(sglang_grpc.status_of(code.name, details), details)
 
-    def _refuse(self, status: int, why: str) -> None:
+    def _answer(self, status: int, why: str) -> None:
         self._head(status, JSON)
         self.response.chunks.append(sglang_grpc.error_body(why, status))
         self.response.any_bytes = self.response.any_body = self.response.ended = True
-        self._wake()
 
     def _head(self, status: int, content_type: str) -> None:
         self.response.status = status

@@ -15,6 +15,7 @@ from kvconnect.router.connections.engine_connection import (
     ClosedEarly,
     EngineConnection,
     Exhausted,
+    NotTaken,
     Unreachable,
     read,
 )
@@ -58,6 +59,7 @@ class ConnectionPool:
         Raises:
             Unreachable: no connection within ``CONNECT_S`` seconds.
             ConnectionLost: the connection broke before the response began.
+            NotTaken: the engine's API has nothing for the request.
         """
         kept = self._take(base)
         if kept is not None:
@@ -83,6 +85,7 @@ class ConnectionPool:
         if up:
             self._down_since.pop(base, None)
             return
+        self._channels.pop(base, None)  # its connection may be dead without a sign of it
         now = time.monotonic()
         since = self._down_since.setdefault(base, now)
         if now - since >= END_SILENT_S:
@@ -121,7 +124,10 @@ class ConnectionPool:
 
     async def _whole(self, base: BaseUrl, head: bytes, body: bytes) -> tuple[int, bytes]:
         """Use a new connection, so that background checks never see a kept one break."""
-        connection = await self._ask(base, await self._connect(base), head, body, None)
+        try:
+            connection = await self._ask(base, await self._connect(base), head, body, None)
+        except NotTaken as error:
+            return error.status, error.body
         try:
             return connection.response.status, await read(connection, ANSWER_BYTES)
         finally:

@@ -14,6 +14,7 @@ from kvconnect.router.connections.engine_connection import (
     ConnectionLost,
     EngineConnection,
     Exhausted,
+    NotTaken,
     Unreachable,
     read,
 )
@@ -30,7 +31,7 @@ from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.engine_bodies import EngineRequest
 from kvconnect.router.tracing import CallSpan
 
-EVENT_STREAM = "text/event-stream"
+EVENT_STREAM, JSON = "text/event-stream", "application/json"
 _EVENT_END = b"\n\n"
 _SHOWN = 500  # characters of an engine's own message in an error of the router
 _PASSED_HEADERS = ("Retry-After", "X-Request-Id")
@@ -200,7 +201,7 @@ class EngineCall:
         """Send the request and wait for the head of a response with status 200.
 
         Raises:
-            Rejected: the engine answered with 4xx.
+            Rejected: the engine answered with 4xx, or its API has nothing for the request.
             EngineFailed: it answered with another status, or not at all.
             Busy: the router cannot open more connections.
         """
@@ -209,7 +210,10 @@ class EngineCall:
         length = None if ask.body is None else len(ask.body)
         head = request_head(base, ask.method, ask.path, headers, length)
         with _Failures(self):
-            self._connection = await self._pool.open(base, head, ask.body or b"", on_written)
+            try:
+                self._connection = await self._pool.open(base, head, ask.body or b"", on_written)
+            except NotTaken as error:  # the engine was not asked, so nothing counts for or against
+                raise Rejected(EngineResponse(error.status, JSON, error.body)) from error
             status = self._connection.response.status
             if status == 200:
                 return
@@ -270,7 +274,7 @@ class EngineCall:
         error = engine_bodies.error_in(event)
         if error is not None:
             status, body = error
-            raise self._error(EngineResponse(status, "application/json", body))
+            raise self._error(EngineResponse(status, JSON, body))
         self._end_prompt(measured=self._work is PromptWork.SEEN)
         return begin
 

@@ -51,7 +51,8 @@ _RETENTION = {"24h": 86_400.0}  # "in_memory" is what engines do without being a
 _MARKS = {"5m": 300.0, "1h": 3600.0}
 _MARK_DEPTH = 3  # messages, their parts, and parts of a tool's result
 _MARKED = ("cache_control", "system", "messages", "tools")
-_EMPTY_LIST, _LIST_OF = re.compile(rb"\[\s*\]"), re.compile(rb'\[\s*["\[]')
+_EMPTY_LIST = re.compile(rb"\[\s*\]")
+_EMPTY_TEXT = re.compile(rb'[\[,\s]""')  # in a list of texts, where no text has a bare quote
 _FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
@@ -144,10 +145,10 @@ def refuse_empty_prompts(body: Body) -> None:
     Raises:
         Refused: one is empty.
     """
-    for key in ("text", "input_ids"):
-        text = raw_of(body, key)
-        if _is_empty(text) or any(map(_is_empty, _several(text))):
-            raise Refused("body", f"{key}: a prompt is empty; send at least one token")
+    text, ids = raw_of(body, "text"), raw_of(body, "input_ids")
+    empty = _EMPTY_LIST.match(text) or (text[:1] == b"[" and _EMPTY_TEXT.search(text))
+    if text == b'""' or empty or _EMPTY_LIST.search(ids):
+        raise Refused("body", "text or input_ids: a prompt is empty; send at least one token")
 
 
 def prompt_of(body: Body) -> Prompt:
@@ -283,18 +284,6 @@ def _sampling(body: Body) -> list[Raw]:
         if text[:1] == b"[":
             return [each.n for each in msgspec.json.decode(text, type=list[_Sampling])]
         return [msgspec.json.decode(text, type=_Sampling).n]
-    except _BROKEN:
-        return []
-
-
-def _is_empty(text: bytes) -> bool:
-    return bytes(text) == b'""' or _EMPTY_LIST.match(text) is not None
-
-
-def _several(text: bytes) -> list[Raw]:
-    """Return the prompts of a list of texts or of lists; none if it is another value."""
-    try:
-        return msgspec.json.decode(text, type=list[Raw]) if _LIST_OF.match(text) else []
     except _BROKEN:
         return []
 

@@ -761,6 +761,7 @@ def test_a_byte_order_mark_before_a_body_is_skipped(kind: type[bytes] | type[byt
         b'{"input_ids": [ ]}',
         b'{"input_ids": [[1], [ ]]}',
         b'{"text": null, "input_ids": []}',
+        b'{"text": ["a,\\"", ""]}',
     ],
 )
 def test_empty_prompts_of_generate_are_refused(body: bytes) -> None:
@@ -769,7 +770,11 @@ def test_empty_prompts_of_generate_are_refused(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b'{"text": "a"}', b'{"input_ids": [0]}', b'{"text": null}', b"{}", b'{"text": 3}']
+    "body",
+    [
+        *(b'{"text": "a"}', b'{"input_ids": [0]}', b'{"text": null}', b"{}", b'{"text": 3}'),
+        *(b'{"text": "[] \\"\\""}', b'{"text": ["a, ", " \\"\\"", "[\\"\\"]", "[]"]}'),
+    ],
 )
 def test_control_other_prompts_are_left_to_the_engine(body: bytes) -> None:
     refuse_empty_prompts(read_body(body))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from grpc import StatusCode
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.errors import ConfigError, Refused
+from kvconnect.errors import ConfigError
 from kvconnect.router.connections import pool, sglang_grpc
 from kvconnect.router.connections.engine_connection import (
     READ_BYTES,
@@ -23,6 +24,7 @@ from kvconnect.router.connections.engine_connection import (
     ClosedByEngine,
     ConnectionLost,
     Interrupted,
+    NotTaken,
     Unreachable,
     read,
 )
@@ -126,7 +128,12 @@ async def test_an_error_in_place_of_an_answer_has_its_status(body: bytes) -> Non
     [
         (StatusCode.INTERNAL, "1 validation error for CompletionRequest\nmax_tokens", 400),
         (StatusCode.INTERNAL, "temperature must be a non-negative finite number, got -1.0.", 400),
+        (StatusCode.INTERNAL, "Failed to compile regex grammar: (", 400),
+        (StatusCode.INTERNAL, "Request a exceeds the maximum number of tokens", 400),
+        (StatusCode.INTERNAL, "LoRA adapter 'b' was requested, but LoRA is not enabled.", 400),
         (StatusCode.INTERNAL, "Decode transfer failed for request rank=0", 500),
+        (StatusCode.INTERNAL, "Engine must be restarted", 500),
+        (StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", 500),
         (StatusCode.OUT_OF_RANGE, "decoded message length too large", 413),
         (StatusCode.UNIMPLEMENTED, "", 404),
         (StatusCode.DATA_LOSS, "gone", 500),
@@ -231,8 +238,8 @@ async def test_control_an_engine_that_is_well_may_compute(monkeypatch: pytest.Mo
 async def test_no_timer_stays_behind() -> None:
     async with serving(Complete=says(chunk(b"{}", last=True))) as engine:
         async with asking(engine, silence_s=3600.0) as (client, base):
-            for path in ("/v1/completions", "/nothing"):
-                await ask(client, base, WHOLE, path)
+            await ask(client, base, WHOLE)
+            assert (await client.get(base, "/nothing", 60.0))[0] == 404
         await until(lambda: not [each for each in gc.get_objects() if _listens(each)])
 
 
@@ -257,7 +264,7 @@ async def test_little_is_kept_of_what_nobody_reads() -> None:
         connection = await client.open(base, head_of(base, "/v1/completions", STREAM), STREAM)
         await until(lambda: connection._paused)
         assert READ_BYTES < sum(map(len, connection.response.chunks)) <= READ_BYTES + 70_000
-        assert sent < 1000, "the engine waits, too"
+        assert sent < 300, "the engine waits, too"
         whole = await read(connection)
         client.release(base, connection)
     assert whole.count(event) == 1000
@@ -319,9 +326,57 @@ async def test_a_message_that_is_none_is_a_lost_connection() -> None:
 @on_loop
 async def test_a_path_without_a_call_asks_nobody() -> None:
     async with serving() as engine, asking(engine) as (client, base):
-        status, _, body = await ask(client, base, WHOLE, "/v1/responses")
-    assert (status, engine.asked) == (404, [])
-    assert "/v1/responses" in json.loads(body)["message"]
+        with pytest.raises(NotTaken) as caught:
+            await ask(client, base, WHOLE, "/v1/responses")
+    assert (caught.value.status, engine.asked) == (404, [])
+    assert "/v1/responses" in json.loads(caught.value.body)["message"]
+
+
+@on_loop
+async def test_an_engine_that_is_down_gets_a_new_channel() -> None:
+    """A connection can be dead without a sign: then no probe would ever pass."""
+    async with serving() as engine, asking(engine) as (client, base):
+        for up in (True, False):
+            await client.get(base, "/health", 60.0)
+            channel = client._channels[base]
+            client.mark(base, up=up)
+            assert (client._channels.get(base) is channel) is up
+
+
+@on_loop
+async def test_an_error_in_mid_stream_is_no_good_end() -> None:
+    said = says(chunk(EVENTS[0]), chunk(ERROR, last=True))
+    async with serving(Complete=said) as engine, asking(engine) as (client, base):
+        with pytest.raises(ConnectionLost, match="mid-stream"):
+            await ask(client, base, STREAM)
+
+
+@pytest.mark.parametrize("stream", [1, "true", 1.0])
+def test_what_only_the_engine_takes_for_a_stream_is_refused(stream: object) -> None:
+    raw = json.dumps({"stream": stream}).encode()
+    with pytest.raises(NotTaken) as caught:
+        sglang_grpc.call_for(head_of(BaseUrl.of("grpc://engine:1"), "/v1/completions", raw), raw)
+    assert b"stream" in caught.value.body
+
+
+def test_a_refusal_repeats_little_of_the_request() -> None:
+    for body in ({"text": "a", "b" * 2**20: 1}, {"input_ids": "a" * 2**20}):
+        with pytest.raises(NotTaken) as caught:
+            generate(**body)
+        assert len(caught.value.body) < 1000
+
+
+def test_a_prompt_over_grpc_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_grpc, "MOST_IDS", 10)
+    generate(input_ids=[1] * 9)
+    with pytest.raises(NotTaken) as caught:
+        generate(input_ids=[1] * 12)
+    assert caught.value.status == 413
+
+
+def test_fields_that_are_null_are_not_set() -> None:
+    _, asked = generate(text=None, input_ids=[1], image_data=None, priority=None)
+    assert (list(asked.input_ids), asked.HasField("priority")) == ([1], False)
 
 
 def test_engines_are_never_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +442,8 @@ def test_any_body_is_a_call_or_is_refused(
     raw = json.dumps(body).encode()
     try:
         call = sglang_grpc.call_for(head_of(BaseUrl.of("grpc://engine:1"), path, raw), raw)
-    except Refused:
+    except NotTaken as error:
+        assert len(error.body) < 1000
         return
     assert call.streams is (path != "/v1/score" and body.get("stream") is True)
 
@@ -395,7 +451,7 @@ def test_any_body_is_a_call_or_is_refused(
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"a":' + b"[" * 100_000])
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 def test_what_is_no_object_is_refused(path: str, raw: bytes) -> None:
-    with pytest.raises(Refused, match="not a JSON object"):
+    with pytest.raises(NotTaken):
         sglang_grpc.call_for(head_of(BaseUrl.of("grpc://engine:1"), path, raw), raw)
 
 
@@ -410,17 +466,20 @@ def test_generate_with_text() -> None:
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"input_ids": [[1], [2]]}, "input_ids"),
         ({"text": "a", "sampling_params": {"tempo": 1}}, "tempo"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": "b"}}, "max_new_tokens|maxNewTokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": "b"}}, "max_new_tokens"),
         ({"text": "a", "disagg_prefill_dp_rank": 1}, "disagg_prefill_dp_rank"),
         ({"text": "a", "disaggregated_params": {"bootstrap_host": "b"}}, "disaggregated_params"),
         ({"text": "a", "sampling_params": [{"temperature": 1}]}, "sampling_params"),
         ({"text": "a", "sampling_params": {"temperature": 1e300}}, "temperature"),
-        ({"text": "a", "sampling_params": {"n": 2**31}}, "n"),
+        ({"text": "a", "sampling_params": {"n": 2**31}}, r"sampling_params\.n"),
+        ({"input_ids": [1], "return_text_in_logprobs": True}, "return_text_in_logprobs"),
     ],
 )
 def test_what_generate_cannot_say_is_refused(body: dict[str, Any], named: str) -> None:
-    with pytest.raises(Refused, match=named):
+    with pytest.raises(NotTaken) as caught:
         generate(**body)
+    assert caught.value.status == 400
+    assert re.search(named, json.loads(caught.value.body)["message"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
