@@ -16,6 +16,8 @@ from kvconnect.transport import ConnectionOptions, Security, make_transport
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 MODULES = {
     "prometheus-client": "prometheus_client",
+    "grpcio": "grpc",
+    "protobuf": "google.protobuf",
     "pyyaml": "yaml",
     "pyzmq": "zmq",
     "opentelemetry-sdk": "opentelemetry",
