@@ -32,6 +32,10 @@ class ConnectionLost(KVConnectError):
     """A connection broke, or the engine sent something that is not its protocol."""
 
 
+class TooLong(ConnectionLost):
+    """The engine sent more than a limit."""
+
+
 class ClosedByEngine(ConnectionLost):
     """The engine closed the connection, or its process ended."""
 
@@ -260,7 +264,8 @@ async def read(
     piece's bytes before it is kept, and may raise.
 
     Raises:
-        ConnectionLost: the connection broke, or the body is longer.
+        ConnectionLost: the connection broke.
+        TooLong: the body is longer.
     """
     chunks = []
     while chunk := await connection.readany():
@@ -268,5 +273,5 @@ async def read(
         chunks.append(chunk)
         most -= len(chunk)
         if most < 0:
-            raise ConnectionLost("sent a response over the size limit")
+            raise TooLong("sent a response over the size limit")
     return b"".join(chunks)

@@ -15,6 +15,7 @@ from kvconnect.router.connections.engine_connection import (
     EngineConnection,
     Exhausted,
     NotTaken,
+    TooLong,
     Unreachable,
     read,
 )
@@ -29,6 +30,7 @@ from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.policy.prompt_times import StartedPrompt
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.engine_bodies import EngineRequest
+from kvconnect.router.requests.errors import error_body
 from kvconnect.router.tracing import CallSpan
 
 EVENT_STREAM, JSON = "text/event-stream", "application/json"
@@ -36,6 +38,7 @@ _EVENT_END = b"\n\n"
 _SHOWN = 500  # characters of an engine's own message in an error of the router
 _PASSED_HEADERS = ("Retry-After", "X-Request-Id")
 _MOST_ERROR = 1 << 20  # bytes of an engine's error
+_LONG_ERROR = f"the engine's error has more than {_MOST_ERROR} bytes"
 _MOST_BEGINNING = 1 << 20  # bytes of a stream that are inspected before it is passed on
 HELD_BYTES = 1 << 20
 """Bytes of an answer that is no stream, until which another engine can be tried if it breaks off.
@@ -217,8 +220,11 @@ class EngineCall:
             status = self._connection.response.status
             if status == 200:
                 return
-            body = await read(self._connection, _MOST_ERROR)
-            answer = EngineResponse(status, self.content_type, body, self.headers)
+            try:
+                body, kind = await read(self._connection, _MOST_ERROR), self.content_type
+            except TooLong:  # engines repeat what they refuse, so it proves no fault of theirs
+                body, kind = error_body(ask.path, status, _LONG_ERROR), JSON
+            answer = EngineResponse(status, kind, body, self.headers)
         if 400 <= status < 500:
             self._outcome = CallOutcome.REJECTED
             raise Rejected(answer)

@@ -17,10 +17,10 @@ def play(corpus: Any, limit: int | None) -> Outcome:
     return found
 
 
-@pytest.mark.parametrize(("corpus", "limit"), [(requests, 60), (responses, 25), (bombs, 8)])
-def test_hostile_words_do_no_harm(corpus: Any, limit: int) -> None:
+@pytest.mark.parametrize(("corpus", "limit"), [(requests, 60), (responses, None), (bombs, 8)])
+def test_hostile_words_do_no_harm(corpus: Any, limit: int | None) -> None:
     found = play(corpus, limit)
-    assert found.cases >= limit
+    assert found.cases >= (limit or 100)
     assert (found.crashes, found.hangs, found.smuggled, found.wrong) == (0, 0, 0, 0), found.notes
     if corpus is bombs:
         assert found.figures["bomb_mib"] <= 128

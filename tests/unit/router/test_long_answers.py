@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,20 @@ import pytest
 from aiohttp import web
 
 from kvconnect.router import app
+from kvconnect.router.fleet.engines import FAILURES
 from kvconnect.router.http.engine_call import HELD_BYTES
 from kvconnect.router.options import Listening
-from tests.fakes.engine import ASK, Bench, FakeEngine, bench, decodes, on_loop, prefills, until
+from tests.fakes.engine import (
+    ASK,
+    Bench,
+    FakeEngine,
+    bench,
+    decodes,
+    on_loop,
+    prefills,
+    says,
+    until,
+)
 
 LONG = 16 * HELD_BYTES
 
@@ -110,3 +122,19 @@ async def test_a_long_answer_takes_little_memory_unless_it_is_needed_whole(
         answer = await router.post(ASK)
         assert answer.status == status
         assert (answer.body == sends.body) is (status == 200)
+
+
+@pytest.mark.parametrize(("size", "whole"), [(2 * HELD_BYTES, False), (HELD_BYTES // 2, True)])
+@on_loop
+async def test_a_long_refusal_is_one_and_no_engine_is_blamed(size: int, whole: bool) -> None:
+    """Engines repeat what they refuse. A client's long one must not make an engine look broken."""
+    refusal = {"error": {"message": "a" * size, "code": 400}}
+    decode = FakeEngine(says(400, refusal))
+    async with bench([FakeEngine(prefills)], [decode]) as router:
+        for _ in range(FAILURES + 1):
+            status, got, _ = await router.post(ASK)
+            assert status == 400
+            told = json.loads(got)["error"]["message"]
+            assert told == refusal["error"]["message"] if whole else "has more than" in told
+        rejected = {"role": "decode", "upstream": decode.url, "outcome": "rejected"}
+        assert await router.metric("upstream_requests_total", **rejected) == FAILURES + 1
