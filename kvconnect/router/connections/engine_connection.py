@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from kvconnect.errors import KVConnectError
 from kvconnect.router.connections.relay import Passage
 
+EVENT_STREAM, JSON = "text/event-stream", "application/json"
 READ_BYTES = 16 * 1024
 """Received at a time, and kept until reading from the engine pauses. The loop itself would read 256
 KiB, of which a client that does not read leaves several copies in memory: received, parsed, sent.
@@ -46,12 +47,11 @@ class ClosedEarly(ClosedByEngine):
 
 class NotTaken(KVConnectError):
     """The engine's API has nothing for a request, which was not sent. ``status``: what an engine
-    would answer over HTTP; ``body``: with it."""
+    would answer over HTTP."""
 
-    def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"{status}")
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
-        self.body = body
 
 
 class Interrupted(KVConnectError):

@@ -16,6 +16,8 @@ from grpc import StatusCode
 from kvconnect.errors import Refused
 from kvconnect.router.connections import sglang_grpc
 from kvconnect.router.connections.engine_connection import (
+    EVENT_STREAM,
+    JSON,
     BaseUrl,
     ClosedByEngine,
     ClosedEarly,
@@ -25,9 +27,10 @@ from kvconnect.router.connections.engine_connection import (
     Unreachable,
 )
 from kvconnect.router.connections.sglang_grpc import Call, Part
+from kvconnect.router.requests.engine_bodies import error_body
 
-EVENT_STREAM, JSON = "text/event-stream", "application/json"
 _MOST_MESSAGE = 64 * 2**20  # bytes; a whole answer is one message, which a call holds at most
+_SHOWN = 500  # characters of an engine's reason, which may repeat the request
 _NOT_CONNECTED = ("failed to connect", "DNS resolution failed", "connections to all backends")
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # engines are never asked through a proxy
@@ -43,6 +46,11 @@ def make_channel(base: BaseUrl) -> grpc.aio.Channel:
     """Return a channel to an engine; it ends with its last reference."""
     host = f"[{base.host}]" if ":" in base.host else base.host
     return grpc.aio.insecure_channel(f"{host}:{base.port}", options=_OPTIONS)
+
+
+def is_connected(channel: grpc.aio.Channel) -> bool:
+    """Return whether a request can be sent now; if not, begin to connect."""
+    return channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
 
 
 async def connect(channel: grpc.aio.Channel) -> None:
@@ -158,7 +166,7 @@ class GrpcConnection(EngineConnection):
 
     def _answer(self, status: int, why: str) -> None:
         self._head(status, JSON)
-        self.response.chunks.append(sglang_grpc.error_body(why, status))
+        self.response.chunks.append(error_body(status, why[:_SHOWN]))
         self.response.any_bytes = self.response.any_body = self.response.ended = True
 
     def _head(self, status: int, content_type: str) -> None:

@@ -127,7 +127,7 @@ class ConnectionPool:
         try:
             connection = await self._ask(base, await self._connect(base), head, body, None)
         except NotTaken as error:
-            return error.status, error.body
+            return error.status, str(error).encode()
         try:
             return connection.response.status, await read(connection, ANSWER_BYTES)
         finally:
@@ -173,7 +173,8 @@ class ConnectionPool:
             self._channels[base] = grpc_connection.make_channel(base)
         channel = self._channels[base]
         try:
-            await within(grpc_connection.connect(channel), CONNECT_S)
+            if not grpc_connection.is_connected(channel):
+                await within(grpc_connection.connect(channel), CONNECT_S)
         except (TimeoutError, Unreachable) as error:
             raise Unreachable(f"{base.name}: {error or 'no connection in time'}") from error
         return grpc_connection.GrpcConnection(channel, lambda: base not in self._down_since)

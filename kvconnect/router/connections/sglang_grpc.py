@@ -137,7 +137,7 @@ def call_for(head: bytes, body: bytes) -> Call:
     name = _OPENAI.get(path, "") if method == "POST" else ""
     if not name:
         why = f"SGLang's gRPC API has nothing for {path}; use its HTTP port"
-        raise _not_taken(HTTPStatus.NOT_FOUND, why)
+        raise NotTaken(HTTPStatus.NOT_FOUND, why)
     asked = message("OpenAIRequest")(json_body=body, trace_headers=told).SerializeToString()
     if name in _STREAMED:
         return Call(name, asked, _openai_part, bool(_decoded(body, _Streams).stream))
@@ -151,28 +151,17 @@ def status_of(code: str, details: str) -> int:
     return _STATUS_OF.get(code, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def error_body(why: str, status: int) -> bytes:
-    """Return the body of an error, as OpenAI's API has it."""
-    kind = "BadRequestError" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "InternalServerError"
-    told = {"object": "error", "message": why[:_SHOWN], "type": kind, "code": status}
-    return msgspec.json.encode(told)
-
-
-def _not_taken(status: int, why: str) -> NotTaken:
-    return NotTaken(status, error_body(why, status))
-
-
 def _decoded(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        why = f"SGLang's gRPC API does not take the body: {error}; use its HTTP port"
-        raise _not_taken(HTTPStatus.BAD_REQUEST, why) from error
+        why = f"SGLang's gRPC API does not take the body: {str(error)[:_SHOWN]}; use its HTTP port"
+        raise NotTaken(HTTPStatus.BAD_REQUEST, why) from error
 
 
 def _generate(body: bytes, headers: list[dict[str, str]]) -> Call:
     if body.count(b",") > MOST_IDS:
-        raise _not_taken(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {MOST_IDS} tokens or fields")
+        raise NotTaken(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"over {MOST_IDS} tokens or fields")
     given = _decoded(body, dict[str, Raw])
     set_ones = {name: value for name, value in given.items() if bytes(value) != b"null"}
     asked = _decoded(msgspec.json.encode(set_ones), _Generate)
@@ -188,7 +177,7 @@ def _generate(body: bytes, headers: list[dict[str, str]]) -> Call:
         request = message(f"{name}Request")(**fields, trace_headers=headers)
     except ValueError as error:  # there is no such field beside a text, or beside ids
         why = f"SGLang's gRPC API does not take the body: {error}"
-        raise _not_taken(HTTPStatus.BAD_REQUEST, why) from error
+        raise NotTaken(HTTPStatus.BAD_REQUEST, why) from error
     return Call(name, request.SerializeToString(), read, bool(asked.stream))
 
 

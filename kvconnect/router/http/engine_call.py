@@ -10,6 +10,8 @@ from types import TracebackType
 
 from kvconnect.errors import KVConnectError
 from kvconnect.router.connections.engine_connection import (
+    EVENT_STREAM,
+    JSON,
     ClosedByEngine,
     ConnectionLost,
     EngineConnection,
@@ -33,7 +35,6 @@ from kvconnect.router.requests.engine_bodies import EngineRequest
 from kvconnect.router.requests.errors import error_body
 from kvconnect.router.tracing import CallSpan
 
-EVENT_STREAM, JSON = "text/event-stream", "application/json"
 _EVENT_END = b"\n\n"
 _SHOWN = 500  # characters of an engine's own message in an error of the router
 _PASSED_HEADERS = ("Retry-After", "X-Request-Id")
@@ -216,7 +217,8 @@ class EngineCall:
             try:
                 self._connection = await self._pool.open(base, head, ask.body or b"", on_written)
             except NotTaken as error:  # the engine was not asked, so nothing counts for or against
-                raise Rejected(EngineResponse(error.status, JSON, error.body)) from error
+                body = error_body(ask.path, error.status, str(error))
+                raise Rejected(EngineResponse(error.status, JSON, body)) from error
             status = self._connection.response.status
             if status == 200:
                 return

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
+from kvconnect.router.connections.engine_connection import EVENT_STREAM
 from kvconnect.router.connections.relay import RelayedStream, Returned, StreamRelay
-from kvconnect.router.http.engine_call import EVENT_STREAM, EngineResponse
+from kvconnect.router.http.engine_call import EngineResponse
 from kvconnect.router.http.http_request import HttpRequest
 from kvconnect.router.http.http_response import HttpResponse
 from kvconnect.router.http.response_writer import ResponseStream

@@ -147,7 +147,7 @@ async def test_errors_of_calls_are_told_by_their_status(
     async with serving(Complete=said) as engine, asking(engine) as (client, base):
         answered, _, body = await ask(client, base, WHOLE)
     assert answered == status
-    assert json.loads(body)["message"] == (why or code.name)
+    assert json.loads(body)["error"]["message"] == (why or code.name)
 
 
 @on_loop
@@ -329,7 +329,7 @@ async def test_a_path_without_a_call_asks_nobody() -> None:
         with pytest.raises(NotTaken) as caught:
             await ask(client, base, WHOLE, "/v1/responses")
     assert (caught.value.status, engine.asked) == (404, [])
-    assert "/v1/responses" in json.loads(caught.value.body)["message"]
+    assert "/v1/responses" in str(caught.value)
 
 
 @on_loop
@@ -356,14 +356,14 @@ def test_what_only_the_engine_takes_for_a_stream_is_refused(stream: object) -> N
     raw = json.dumps({"stream": stream}).encode()
     with pytest.raises(NotTaken) as caught:
         sglang_grpc.call_for(head_of(BaseUrl.of("grpc://engine:1"), "/v1/completions", raw), raw)
-    assert b"stream" in caught.value.body
+    assert "stream" in str(caught.value)
 
 
 def test_a_refusal_repeats_little_of_the_request() -> None:
     for body in ({"text": "a", "b" * 2**20: 1}, {"input_ids": "a" * 2**20}):
         with pytest.raises(NotTaken) as caught:
             generate(**body)
-        assert len(caught.value.body) < 1000
+        assert len(str(caught.value)) < 1000
 
 
 def test_a_prompt_over_grpc_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +443,7 @@ def test_any_body_is_a_call_or_is_refused(
     try:
         call = sglang_grpc.call_for(head_of(BaseUrl.of("grpc://engine:1"), path, raw), raw)
     except NotTaken as error:
-        assert len(error.body) < 1000
+        assert len(str(error)) < 1000
         return
     assert call.streams is (path != "/v1/score" and body.get("stream") is True)
 
@@ -479,7 +479,7 @@ def test_what_generate_cannot_say_is_refused(body: dict[str, Any], named: str) -
     with pytest.raises(NotTaken) as caught:
         generate(**body)
     assert caught.value.status == 400
-    assert re.search(named, json.loads(caught.value.body)["message"])
+    assert re.search(named, str(caught.value))
 
 
 @pytest.mark.parametrize("stream", [False, True])
