@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 
 _MANY = 1 << 20  # where there is no limit
@@ -17,3 +19,12 @@ def raise_limit() -> None:
     """Raise the limit as far as the process may."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def none_left() -> bool:
+    """Return whether no file can be opened now."""
+    try:
+        os.close(os.open("/", os.O_PATH))
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return False

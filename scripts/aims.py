@@ -151,6 +151,8 @@ AIMS = (
                               "calm_streams_per_core_second_over_vllm_router",
                               "answers_per_core_second_over_vllm_router"),
         (">= 1.3", ">= 0.95", ">= 0.8")),
+    Aim("choosing the engines of a request in a fleet of 2 / 16 / 64", "decisions",
+        ("decision_us_2", "decision_us_16", "decision_us_64"), (), "us"),
     Aim("memory of a slow stream / peak with hostile engines and clients", "router",
         ("mib_per_slow_stream", "peak_mib_hostile"), ("<= 0.3", "<= 256"), "MiB"),
     Aim("streams whose engine was killed or drained: wrong / broken", "continue_streams",

@@ -57,6 +57,7 @@ PLAN = (
     Run("store", 1),
     Run("disk_paths", 1),
     Run("handoff_beside", 1),
+    Run("decisions", 1),
     Run("hostile", 3),
     Run("metrics", 2),
     Run("transport", 3),

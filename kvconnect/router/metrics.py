@@ -97,6 +97,7 @@ class EngineLoads(NamedTuple):
 
 
 _NO_MODE = ("none", "none")  # ended before a mode was chosen
+_OF_CALLS = ("in_flight", "upstream_requests")  # a call may end after its engine was removed
 _RETURN_REASONS = ("bytes", "full", "ended", "removed", "memory")  # of ``native/relay.c``
 _REFUSAL_REASONS = ("address", "files")  # of a client's connection
 _TICKET_OUTCOMES = ("ok", "failed")
@@ -111,6 +112,10 @@ class _Ranks:
     def __init__(self, own: Gauge, foreign: Gauge) -> None:
         self._own, self._foreign = own, foreign
         self._known: dict[tuple[str, str], int] = {}
+
+    def known(self, role: str, url: str) -> bool:
+        """Return whether an engine has ranks: it was added, and not removed."""
+        return (role, url) in self._known
 
     def set(self, role: str, url: str, ranks: Sequence[TargetLoad]) -> None:
         """Set the loads of an engine's ranks; drop the series of its former ranks."""
@@ -133,47 +138,58 @@ class RouterMetrics:
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self._registry = CollectorRegistry()
         self._families: dict[str, Any] = {
-            row.name: _metric(row, self.registry) for row in ROUTER_CATALOG
+            row.name: _metric(row, self._registry) for row in ROUTER_CATALOG
         }
+        # Since the last look at the registry: it takes ten times as long for each.
+        self._counted: dict[tuple[str, ...], int] = {}
         self._found: dict[tuple[str, ...], Any] = {}  # the library checks labels at each look-up
         self._ranks = _Ranks(self._families["tokens_in_flight"], self._families["foreign_tokens"])
         _create_series(self._families)
 
+    @property
+    def registry(self) -> CollectorRegistry:
+        """The metrics, up to date when it is asked for."""
+        counted, self._counted = self._counted, {}
+        for (name, *labels), number in counted.items():
+            if name not in _OF_CALLS or self._ranks.known(*labels[:2]):
+                self._series(name, *labels).inc(number)
+        return self._registry
+
     def request(self, chosen: tuple[Mode, RoutingReason] | None, outcome: RequestOutcome) -> None:
         """Count a client's request that ended; ``chosen``: None before a mode was chosen."""
-        mode, reason = (chosen[0].value, chosen[1].value) if chosen else _NO_MODE
-        self._series("requests", mode, reason, outcome.value).inc()
+        mode, reason = chosen or _NO_MODE
+        self._count(1, "requests", mode, reason, outcome)
 
     def chosen(self, choice: RoutingChoice) -> None:
         """Count the choice of an attempt's engines."""
         if (made := choice.handoff) is not None:
-            self._series("handoff_decisions", made.decision, made.reason.value).inc()
+            self._count(1, "handoff_decisions", made.decision, made.reason)
         for role, target_choice in ((Role.PREFILL, choice.prefill), (Role.DECODE, choice.decode)):
             if isinstance(target_choice, TargetChoice):
-                self._series("picks", role.value, target_choice.why.value).inc()
+                self._count(1, "picks", role, target_choice.why)
 
     def call_began(self, role: Role, url: str) -> None:
         """Count a request to an engine as in flight."""
-        self._series("in_flight", role.value, url).inc()
+        self._count(1, "in_flight", role, url)
 
     def call_ended(self, role: Role, url: str, outcome: CallOutcome) -> None:
         """Count a request to an engine that ended."""
-        self._series("in_flight", role.value, url).dec()
-        self._series("upstream_requests", role.value, url, outcome.value).inc()
+        self._count(-1, "in_flight", role, url)
+        self._count(1, "upstream_requests", role, url, outcome)
 
     def retry(self, role: Role, cause: Cause) -> None:
         """Count another attempt, after the request to an engine of ``role`` failed."""
-        self._series("retries", role.value, cause).inc()
+        self._count(1, "retries", role, cause)
 
     def count(self, row: str, *labels: str) -> None:
         """Increment the counter ``row``."""
-        self._series(row, *labels).inc()
+        self._count(1, row, *labels)
 
     def up(self, role: Role, url: str, *, up: bool) -> None:
         """Record whether an engine is up."""
-        self._series("upstream_up", role.value, url).set(up)
+        self._series("upstream_up", role, url).set(up)
 
     def tokens(self, engines: Iterable[EngineLoads]) -> None:
         """Set the gauges that change only on a scrape: tokens of every rank, and imbalance."""
@@ -183,13 +199,13 @@ class RouterMetrics:
             self._ranks.set(role.value, url, ranks)
         for role, totals in loads.items():
             mean = sum(totals) / max(1, len(totals))
-            self._series("imbalance", role.value).set(max(totals) / mean if mean else 1)
+            self._series("imbalance", role).set(max(totals) / mean if mean else 1)
 
     def hit(self, expected: int, found: int | None) -> None:
         """Count expected and found cached tokens; ``found``: None if the engine does not tell."""
         if found is not None:
-            self._series("hit_tokens", "expected").inc(expected)
-            self._series("hit_tokens", "found").inc(found)
+            self._count(expected, "hit_tokens", "expected")
+            self._count(found, "hit_tokens", "found")
 
     def queued(self, number: int) -> None:
         """Set the number of waiting requests."""
@@ -197,11 +213,11 @@ class RouterMetrics:
 
     def added(self, mode: Mode, seconds: float) -> None:
         """Record the time that the router added to an attempt."""
-        self._series("added_latency_seconds", mode.value).observe(seconds)
+        self._series("added_latency_seconds", mode).observe(seconds)
 
     def first_byte(self, mode: Mode, seconds: float) -> None:
         """Record the time to the first byte of a stream."""
-        self._series("ttft_seconds", mode.value).observe(seconds)
+        self._series("ttft_seconds", mode).observe(seconds)
 
     def add_engine(self, role: Role, url: str) -> None:
         """Create the series of an engine, at 0."""
@@ -215,6 +231,9 @@ class RouterMetrics:
             self._families[name].remove(*labels)
             self._found.pop((name, *labels), None)
         self._ranks.set(role.value, url, ())
+
+    def _count(self, number: int, *name_and_labels: str) -> None:
+        self._counted[name_and_labels] = self._counted.get(name_and_labels, 0) + number
 
     def _series(self, *name_and_labels: str) -> Any:
         found = self._found.get(name_and_labels)

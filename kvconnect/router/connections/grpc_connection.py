@@ -13,6 +13,7 @@ from http import HTTPStatus
 import grpc
 from grpc import StatusCode
 
+from kvconnect import open_files
 from kvconnect.errors import Refused
 from kvconnect.router.connections import sglang_grpc
 from kvconnect.router.connections.engine_connection import (
@@ -23,6 +24,7 @@ from kvconnect.router.connections.engine_connection import (
     ClosedEarly,
     ConnectionLost,
     EngineConnection,
+    Exhausted,
     Response,
     Unreachable,
 )
@@ -58,6 +60,7 @@ async def connect(channel: grpc.aio.Channel) -> None:
 
     Raises:
         Unreachable: it cannot be.
+        Exhausted: the router has no file left for it.
     """
     state = channel.get_state(try_to_connect=True)
     while state is not grpc.ChannelConnectivity.READY:
@@ -65,9 +68,14 @@ async def connect(channel: grpc.aio.Channel) -> None:
             grpc.ChannelConnectivity.TRANSIENT_FAILURE,
             grpc.ChannelConnectivity.SHUTDOWN,
         ):
-            raise Unreachable("no connection to its gRPC port")
+            raise _not_connected("no connection to its gRPC port")
         await channel.wait_for_state_change(state)
         state = channel.get_state(try_to_connect=True)
+
+
+def _not_connected(why: str) -> Unreachable:
+    """Return the error of a channel that cannot connect. gRPC does not tell whose fault it is."""
+    return (Exhausted if open_files.none_left() else Unreachable)(why)
 
 
 class GrpcConnection(EngineConnection):
@@ -155,7 +163,7 @@ class GrpcConnection(EngineConnection):
     def _fail(self, error: grpc.aio.AioRpcError) -> None:
         code, details = error.code(), error.details() or error.code().name
         if code is StatusCode.UNAVAILABLE and details.startswith(_NOT_CONNECTED):
-            self._broken = self._broken or Unreachable(details)  # the channel was lost before
+            self._broken = self._broken or _not_connected(details)  # the channel was lost before
         elif code is StatusCode.UNAVAILABLE:
             kind = ClosedByEngine if self.response.any_bytes else ClosedEarly
             self._broken = self._broken or kind(details)

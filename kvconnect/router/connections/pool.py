@@ -175,8 +175,10 @@ class ConnectionPool:
         try:
             if not grpc_connection.is_connected(channel):
                 await within(grpc_connection.connect(channel), CONNECT_S)
-        except (TimeoutError, Unreachable) as error:
-            raise Unreachable(f"{base.name}: {error or 'no connection in time'}") from error
+        except TimeoutError as error:
+            raise Unreachable(f"{base.name}: no connection in time") from error
+        except Unreachable as error:
+            raise type(error)(f"{base.name}: {error}") from error
         return grpc_connection.GrpcConnection(channel, lambda: base not in self._down_since)
 
     async def _connect_http(self, base: BaseUrl) -> EngineConnection:

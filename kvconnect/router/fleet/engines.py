@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from math import inf
+from typing import Any, NamedTuple, Protocol
 
 from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.router.connections.engine_connection import BaseUrl
@@ -48,6 +49,21 @@ class EngineInfo:
     models: dict[str, Any] = field(default_factory=dict)
     version: str = ""
     engine_ids: dict[int, str] = field(default_factory=dict)
+    _names: tuple[dict[str, Any], frozenset[str]] | None = None  # of these models
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the models. A change is a new mapping of them."""
+        if self._names is None or self._names[0] is not self.models:
+            self._names = self.models, frozenset(self.models)
+        return self._names[1]
+
+
+class _ValidTickets(NamedTuple):
+    """The tickets of one kind that are valid, by rank, until one of them expires."""
+
+    texts: tuple[str | None, ...]
+    until: float
 
 
 class Signals:
@@ -87,7 +103,10 @@ class Engine:
         self.signals = Signals()
         # (kind, rank) -> text, expiry time
         self._tickets: dict[tuple[TicketKind, int], tuple[str, float]] = {}
+        self._valid: dict[TicketKind, _ValidTickets] = {}  # until one is held or dropped
         self._changed = changed
+        self._view: EngineView | None = None
+        self._viewed: tuple[object, ...] = ()  # what the view was made of
 
     @property
     def url(self) -> str:
@@ -105,23 +124,32 @@ class Engine:
         return self.signals.up.is_set()
 
     def view(self, now: float, *, proven: bool) -> EngineView:
-        """Return the engine as policies see it."""
-        ranks = self.loads.at(now)
-        return EngineView(
-            index=self.index,
-            up=self.up and not self.draining,
-            drained=self.up and self.draining,
-            ranks=ranks,
-            standing_tickets=self._tickets_of(TicketKind.STANDING, len(ranks), now),
-            kind=self.spec.kind,
-            models=frozenset(self.info.models),
-            version=self.spec.version or self.info.version,
-            name=self.url,
-            trusted=self.breaker.allows(now),
-            proven=proven,
-            share_tickets=self._tickets_of(TicketKind.SHARE, len(ranks), now),
-            times=self.timer.at(now),
-        )
+        """Return the engine as policies see it. A request needs all engines of a fleet, most of
+        which have not changed since the last one."""
+        up, draining, ranks = self.up, self.draining, self.loads.at(now)
+        standing = self._tickets_of(TicketKind.STANDING, len(ranks), now)
+        share = self._tickets_of(TicketKind.SHARE, len(ranks), now)
+        models, version = self.info.names, self.spec.version or self.info.version
+        trusted, times = self.breaker.allows(now), self.timer.at(now)
+        parts = (up, draining, ranks, standing, share, models, version, trusted, proven, times)
+        if self._view is None or parts != self._viewed:
+            self._viewed = parts
+            self._view = EngineView(
+                index=self.index,
+                up=up and not draining,
+                drained=up and draining,
+                ranks=ranks,
+                standing_tickets=standing,
+                kind=self.spec.kind,
+                models=models,
+                version=version,
+                name=self.url,
+                trusted=trusted,
+                proven=proven,
+                share_tickets=share,
+                times=times,
+            )
+        return self._view
 
     def mark(self, *, up: bool) -> None:
         """Set whether the engine is up; drop what a restart invalidates."""
@@ -191,13 +219,19 @@ class Engine:
         """Keep a ticket requested at time ``asked``, unless the engine is down."""
         if self.up:
             self._tickets[kind, rank] = ticket.text, asked + ticket.lifetime_s
+            self._valid.clear()
 
     def _tickets_of(self, kind: TicketKind, ranks: int, now: float) -> tuple[str | None, ...]:
         """Return the valid tickets by rank."""
         if not self._tickets:
             return ()
-        held = (self._tickets.get((kind, rank), ("", 0.0)) for rank in range(ranks))
-        return tuple(text if now < ends else None for text, ends in held)
+        valid = self._valid.get(kind)
+        if valid is None or len(valid.texts) != ranks or now >= valid.until:
+            held = [self._tickets.get((kind, rank), ("", 0.0)) for rank in range(ranks)]
+            texts = tuple(text if now < ends else None for text, ends in held)
+            until = min((ends for _, ends in held if now < ends), default=inf)
+            valid = self._valid[kind] = _ValidTickets(texts, until)
+        return valid.texts
 
 
 class FleetObserver(Protocol):

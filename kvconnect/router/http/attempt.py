@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from typing import NamedTuple
 
 from kvconnect.errors import Refused
 from kvconnect.router.decision import ChosenEngines, Decision, Legs
 from kvconnect.router.fleet.engines import Engine
+from kvconnect.router.fleet.receipts import AwaitedReceipt
 from kvconnect.router.http.admission import BodyAllocation
 from kvconnect.router.http.engine_call import EngineCall, NotOffered, Overhead, PromptWork
 from kvconnect.router.http.journaled_stream import JournaledStream
@@ -90,46 +91,59 @@ class Attempt:
             EngineFailed: an engine fails or is lost.
             Rejected: one rejects the request.
         """
-        services, legs = self._services, self.legs
-        mode = legs.choice.mode
+        services, legs, mode = self._services, self.legs, self.legs.choice.mode
         decode = services.fleet.get(Role.DECODE, legs.choice.decode.target.engine)
         prefill: asyncio.Task[None] | None = None
-        async with AsyncExitStack() as ends:
+        try:
             if legs.choice.prefill is not None:
-                prefilling = self._prefill(legs.choice.prefill)
-                if mode is Mode.PULL:
-                    with decode.awaited():
-                        await prefilling
-                    if legs.choice.mode is Mode.PLAIN and legs.choice.prefill_role is Role.DECODE:
-                        what = "the drained engine offers no hand-off of its stream"
-                        raise NotOffered(Role.PREFILL, "error", what)
-                    self._overhead.answered()
-                    self._reply.choice = legs.choice
-                else:
-                    prefill = asyncio.create_task(prefilling)
-                    ends.push_async_callback(self._end_prefill, prefill)
-            passing: Passing = self._reply
-            if self._journaled is not None:
-                passing = self._journaled
-            if legs.client_ids is not None:
-                passing = RenamedStream(self._reply, legs.client_ids)
-            receipt: bool | str = services.options.listening.receipts
-            if self._streams_receipt and (owed := services.receipts.get(decode)):
-                awaited = ends.enter_context(owed.awaited())
-                passing, receipt = ReceiptStream(self._reply, awaited), awaited.nonce
+                prefill = await self._prefill_begun(legs.choice.prefill, decode)
+            receipts = services.receipts.get(decode) if self._streams_receipt else None
             chosen, work = legs.choice.decode, self._decode_work()
-            call = await ends.enter_async_context(self._call(decode, chosen, work, Role.DECODE))
-            beginning = self._begin(call, receipt, prefill)
-            first = await (beginning if prefill is None else _beginning(prefill, beginning))
-            if call.streams:
-                self._arrived(decode)
-            if legs.merges and prefill is not None:
-                await prefill
-                first = _merged(legs, call, first)
-            services.metrics.added(mode, self._overhead.seconds)
-            if passing is self._journaled and not call.streams:
-                passing = self._reply
-            yield Answer(call, first, passing)
+            with nullcontext() if receipts is None else receipts.awaited() as awaited:
+                async with self._call(decode, chosen, work, Role.DECODE) as call:
+                    passing, receipt = self._passing(awaited)
+                    if prefill is None:
+                        first = await self._begin(call, receipt)
+                    else:
+                        first = await self._begin_beside(call, receipt, prefill)
+                    if call.streams:
+                        self._arrived(decode)
+                    if legs.merges and prefill is not None:
+                        await prefill
+                        first = _merged(legs, call, first)
+                    services.metrics.added(mode, self._overhead.seconds)
+                    if passing is self._journaled and not call.streams:
+                        passing = self._reply
+                    yield Answer(call, first, passing)
+        finally:
+            if prefill is not None:
+                await self._end_prefill(prefill)
+
+    async def _prefill_begun(
+        self, chosen: TargetChoice, decode: Engine
+    ) -> asyncio.Task[None] | None:
+        """Ask prefill, and return the task; in pull mode wait for its answer, and return None."""
+        prefilling, choice = self._prefill(chosen), self.legs.choice
+        if choice.mode is not Mode.PULL:
+            return asyncio.create_task(prefilling)
+        with decode.awaited():
+            await prefilling
+        choice = self.legs.choice
+        if choice.mode is Mode.PLAIN and choice.prefill_role is Role.DECODE:
+            what = "the drained engine offers no hand-off of its stream"
+            raise NotOffered(Role.PREFILL, "error", what)
+        self._overhead.answered()
+        self._reply.choice = choice
+        return None
+
+    def _passing(self, awaited: AwaitedReceipt | None) -> tuple[Passing, bool | str]:
+        """Return what passes the answer on, and how its receipt is asked for."""
+        if awaited is not None:
+            return ReceiptStream(self._reply, awaited), awaited.nonce
+        receipt = self._services.options.listening.receipts
+        if self.legs.client_ids is not None:
+            return RenamedStream(self._reply, self.legs.client_ids), receipt
+        return self._reply if self._journaled is None else self._journaled, receipt
 
     async def _prefill(self, chosen: TargetChoice) -> None:
         """Have the prompt computed, and give the answer to the legs."""
@@ -174,13 +188,35 @@ class Attempt:
                 return
             await asyncio.wait({prefill}, timeout=min(wait_s, _CHECK_S))
 
-    async def _begin(
-        self, call: EngineCall, receipt: bool | str, prefill: asyncio.Task[None] | None
+    async def _begin_beside(
+        self, call: EngineCall, receipt: bool | str, prefill: asyncio.Task[None]
     ) -> bytes:
+        """:meth:`_begin` while prefill works; its failure ends the wait."""
+        scope, waiting = asyncio.timeout(None), True  # cancels this task without another one
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if waiting and _failed(task):
+                scope.reschedule(0.0)
+
+        prefill.add_done_callback(ended)
+        try:
+            async with scope:
+                await asyncio.sleep(0)  # prefill is asked first
+                if self.legs.choice.mode is Mode.PUSH:
+                    await self._prefill_is_near(prefill)
+                return await self._begin(call, receipt)
+        except Exception:
+            if not _failed(prefill):
+                raise
+        finally:
+            waiting = False
+            prefill.remove_done_callback(ended)
+        await prefill
+        raise AssertionError("it has failed")
+
+    async def _begin(self, call: EngineCall, receipt: bool | str) -> bytes:
         """Return the first bytes of decode's answer; all of them if it is no stream, and not
         long or needed whole."""
-        if prefill is not None and self.legs.choice.mode is Mode.PUSH:
-            await self._prefill_is_near(prefill)
         ids = self._journaled is not None and self._journaled.journal.by_ids
         await call.open(self.legs.decode(receipt, ids=ids), self._overhead.written)
         if call.streams:
@@ -236,15 +272,5 @@ def _merged(legs: Legs, call: EngineCall, answer: bytes) -> bytes:
         raise call.fail(str(error)) from error
 
 
-async def _beginning(prefill: asyncio.Task[None], decoding: Coroutine[Any, Any, bytes]) -> bytes:
-    """Return the first bytes of decode's answer; a failure of ``prefill`` ends the wait."""
-    decode = asyncio.create_task(decoding)
-    try:
-        await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
-        arrived = decode.done() and decode.exception() is None
-        if prefill.done() and not arrived:
-            prefill.result()
-        return await decode
-    finally:
-        if decode.cancel():
-            await asyncio.gather(decode, return_exceptions=True)
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -371,10 +371,12 @@ def _with_source(
 ) -> TargetChoice:
     """Return the choice with the share ticket of the target that has the most of the prompt, if
     that is clearly more than the chosen one has. An engine without a ticket reads from none."""
+    if not hits:
+        return chosen
     tickets = {
         target: (hits.get(target, CacheHit()).readable, -load.own, ticket)
         for engine in engines
-        for target, load in engine.targets()
+        for target, load in engine.targets
         if (ticket := engine.share_ticket(target.rank))
     }
     if chosen.target not in tickets:

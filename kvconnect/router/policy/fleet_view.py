@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from kvconnect.router.policy.prompt_times import NOTHING_KNOWN, PromptTimes
@@ -86,11 +87,12 @@ class EngineView:
         """Whether both are one server, in two roles."""
         return bool(self.name) and self.name == other.name
 
-    def targets(self) -> list[tuple[Target, TargetLoad]]:
-        """Return its targets with their loads."""
+    @cached_property
+    def targets(self) -> tuple[tuple[Target, TargetLoad], ...]:
+        """Its targets with their loads."""
         if len(self.ranks) == 1:
-            return [(Target(self.index), self.ranks[0])]
-        return [(Target(self.index, rank), load) for rank, load in enumerate(self.ranks)]
+            return ((Target(self.index), self.ranks[0]),)
+        return tuple((Target(self.index, rank), load) for rank, load in enumerate(self.ranks))
 
     def standing_ticket(self, rank: int | None) -> str | None:
         """Return its valid standing ticket for a rank, None if there is none."""

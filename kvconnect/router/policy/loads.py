@@ -38,16 +38,20 @@ class Loads:
     _ranks: int = 1
     _foreign: list[int] | None = None
     _reported: float = float("-inf")  # query time of the report in use
+    _shown: tuple[TargetLoad, ...] = ()  # what at() returned; empty: it has changed since
+    _shown_foreign: bool = False  # it tells foreign loads
 
     def begin(self, rank: int | None, tokens: int, now: float) -> None:
         """Add a request of ``tokens`` tokens to ``rank``."""
         self._own[rank or 0] += tokens
         self._sent[rank or 0] = now
+        self._shown = ()
 
     def end(self, rank: int | None, tokens: int) -> None:
         """Remove a request; same rank and tokens as at its begin."""
         assert self._own[rank or 0] >= tokens >= 0, "a request ends once"
         self._own[rank or 0] -= tokens
+        self._shown = ()
 
     def ask(self, now: float) -> LoadQuery:
         """Start a query for a report; its result goes to :meth:`report`."""
@@ -70,6 +74,7 @@ class Loads:
         self._sent.extend(more)
         own = asked.own + (0,) * (ranks - len(asked.own))
         self._foreign = [max(0, int(totals[rank]) - own[rank]) for rank in range(ranks)]
+        self._shown = ()
         return True
 
     def forget(self) -> None:
@@ -77,11 +82,16 @@ class Loads:
         self._foreign = None
 
     def at(self, now: float) -> tuple[TargetLoad, ...]:
-        """Return the load of every rank; of one rank while their number is unknown."""
-        foreign: Sequence[int | None] | None = self._foreign
-        if foreign is None or now - self._reported > self.stale_s:
-            foreign = (None,) * self._ranks
-        return tuple(map(TargetLoad, self._own, foreign, self._sent))
+        """Return the load of every rank; of one rank while their number is unknown. What has not
+        changed is the same object."""
+        known = self._foreign is not None and now - self._reported <= self.stale_s
+        if not self._shown or known is not self._shown_foreign:
+            foreign: Sequence[int | None] = (None,) * self._ranks
+            if known and self._foreign is not None:
+                foreign = self._foreign
+            self._shown = tuple(map(TargetLoad, self._own, foreign, self._sent))
+            self._shown_foreign = known
+        return self._shown
 
     @property
     def own(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ class TimeFit:
         known = self._count >= FEWEST
         if known:
             seconds = min(seconds, _LEAP * self._line.seconds(tokens) + _LEAP_S)
-        old = known and now - self._measured_at > STALE_S
+        old = known and now > self._measured_at + STALE_S
         keep = 1 / _REMEMBERED if old else 1 - 1 / _REMEMBERED
         self._count += 1
         self._measured_at = now
@@ -112,9 +113,14 @@ class TimeFit:
         self._products = keep * self._products + before * (seconds - self._seconds)
         self._line = self._fitted()
 
+    @property
+    def until(self) -> float:
+        """When it is not known any more, if nothing is measured; infinity if it is not known."""
+        return self._measured_at + STALE_S if self._count >= FEWEST else inf
+
     def at(self, now: float) -> LinearTime | None:
         """Return the time as it is known; None if it is not."""
-        known = self._count >= FEWEST and now - self._measured_at <= STALE_S
+        known = self._count >= FEWEST and now <= self._measured_at + STALE_S
         return self._line if known else None
 
     def _fitted(self) -> LinearTime:
@@ -147,6 +153,8 @@ class PromptTimer:
         self._compute = TimeFit(by_length=True)
         self._arrival: dict[str, TimeFit] = {}
         self._arrivals = TimeFit(by_length=False)  # of all modes, as if all had the same length
+        self._shown: PromptTimes | None = None  # what at() returned; None: it has changed since
+        self._shown_until = inf
 
     def begin(self, rank: int | None, tokens: int, now: float, *, seen: bool) -> StartedPrompt:
         """Add a prompt that the engine is to compute. ``seen``: :meth:`end` will be called when it
@@ -160,6 +168,7 @@ class PromptTimer:
         prompt = StartedPrompt(self._number, rank, tokens, ahead, now, queue.done)
         self._open[prompt.number] = prompt
         queue.waiting += tokens
+        self._shown = None
         compute = self._compute.at(now)
         if compute is not None and not seen:
             heapq.heappush(self._unseen, (now + compute.seconds(ahead + tokens), prompt.number))
@@ -171,6 +180,7 @@ class PromptTimer:
         self._remove(prompt.number, now)
         if measured:
             self._compute.add(prompt.ahead + prompt.tokens, now - prompt.at, now)
+            self._shown = None
 
     def starts_in_s(self, prompt: StartedPrompt, now: float) -> float:
         """Return the seconds until the engine is expected to begin with a prompt; 0 if that is not
@@ -186,15 +196,20 @@ class PromptTimer:
         fit = self._arrival.setdefault(mode, TimeFit(by_length=False))
         fit.add(tokens, seconds, now)
         self._arrivals.add(0, seconds, now)
+        self._shown = None
 
     def at(self, now: float) -> PromptTimes:
-        """Return what is known."""
+        """Return what is known. What has not changed is the same object."""
         self._expire(now)
-        every = self._arrivals.at(now)
-        arrival = {mode: line for mode, fit in self._arrival.items() if (line := fit.at(now))}
-        waiting = {rank: queue.waiting for rank, queue in self._queues.items()}
-        arrival_s = None if every is None else every.fixed_s
-        return PromptTimes(self._compute.at(now), arrival, waiting, arrival_s)
+        if self._shown is None or now > self._shown_until:
+            every = self._arrivals.at(now)
+            arrival = {mode: line for mode, fit in self._arrival.items() if (line := fit.at(now))}
+            waiting = {rank: queue.waiting for rank, queue in self._queues.items()}
+            arrival_s = None if every is None else every.fixed_s
+            self._shown = PromptTimes(self._compute.at(now), arrival, waiting, arrival_s)
+            fits = (self._compute, self._arrivals, *self._arrival.values())
+            self._shown_until = min((f.until for f in fits if f.until >= now), default=inf)
+        return self._shown
 
     def _expire(self, now: float) -> None:
         while self._unseen and self._unseen[0][0] <= now:
@@ -207,3 +222,4 @@ class PromptTimer:
             queue.waiting -= prompt.tokens
             queue.done += prompt.tokens
             queue.since = now
+            self._shown = None

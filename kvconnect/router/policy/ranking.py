@@ -88,7 +88,7 @@ def candidates_of(
     return [
         Candidate(target, load, engine.name, hits[target].worth if target in hits else 0.0)
         for engine in engines
-        for target, load in engine.targets()
+        for target, load in engine.targets
     ]
 
 

@@ -247,7 +247,9 @@ def _without_transfers(extra: Raw) -> object:
 
 def raw_of(body: Body, key: str) -> bytes:
     """Return a field's JSON, b"" if it is missing."""
-    value = body.get(key, b"")
+    if key not in body:
+        return b""
+    value = body[key]
     # What is neither, the router has set.
     return bytes(value) if isinstance(value, bytes | Raw) else msgspec.json.encode(value)
 

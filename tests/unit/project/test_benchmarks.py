@@ -278,6 +278,12 @@ def test_handoff_beside(run: Any) -> None:
     assert found["p99_beside_over_elsewhere"] > 0
 
 
+@pytest.mark.smokes("decisions")
+def test_decisions(run: Any) -> None:
+    found = run("decisions", "--rounds", "1", FLEETS=(2, 4), DECISIONS=5)
+    assert found["decision_us_2"] > 0 and found["decision_us_4"] > 0
+
+
 @pytest.mark.smokes("plan")
 def test_plan(run: Any) -> None:
     small = {"PROMPT_BLOCKS": 256, "PROMPTS": 8, "SLOTS": 8 * 256, "RUNNING": 16}

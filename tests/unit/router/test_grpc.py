@@ -23,6 +23,7 @@ from kvconnect.router.connections.engine_connection import (
     BaseUrl,
     ClosedByEngine,
     ConnectionLost,
+    Exhausted,
     Interrupted,
     NotTaken,
     Unreachable,
@@ -36,6 +37,7 @@ from kvconnect.router.engine_spec import engine_spec
 from kvconnect.router.policy.fleet_view import EngineKind
 from tests.fakes.engine import on_loop, until
 from tests.fakes.grpc_engine import GrpcEngine, chunk, fails, never, says, serving
+from tests.files import no_file_left
 
 STREAM = b'{"model":"model","stream":true}'
 WHOLE = b'{"model":"model"}'
@@ -184,6 +186,27 @@ async def test_an_engine_that_ends_has_closed_the_connection() -> None:
 
 
 @on_loop
+async def test_an_engine_is_not_blamed_for_files_that_are_used_up() -> None:
+    async with (
+        serving(Complete=says(chunk(last=True))) as engine,
+        asking(engine) as (client, base),
+    ):
+        with no_file_left(), pytest.raises(Exhausted):
+            await ask(client, base, STREAM)
+        assert engine.asked == []
+
+        async def is_reached() -> bool:
+            try:
+                return (await ask(client, base, STREAM))[0] == 200
+            except Exhausted:
+                raise
+            except Unreachable:  # gRPC waits before it tries again
+                return False
+
+        await until(is_reached)
+
+
+@on_loop
 async def test_who_hangs_up_ends_the_call() -> None:
     async with (
         serving(Complete=says(chunk(EVENTS[0]), then=never)) as engine,
@@ -244,9 +267,9 @@ async def test_no_timer_stays_behind() -> None:
 
 
 def _listens(found: object) -> bool:
-    return isinstance(found, GrpcConnection) and not (
-        found._timer is None or found._timer.cancelled()
-    )
+    if type(found) is not GrpcConnection:  # isinstance would ask each object for its class
+        return False
+    return not (found._timer is None or found._timer.cancelled())
 
 
 @on_loop
