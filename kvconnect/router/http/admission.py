@@ -140,11 +140,17 @@ class BodyAllocation:
         """Take ``size`` more bytes.
 
         Raises:
-            Busy: no memory is left.
+            Busy: no memory is left. They are not taken, and a body that arrives has none any more:
+                until its request has ended, the next one would find the memory taken, too.
         """
-        if not self.ended:
-            self.taken += size
+        if self.ended:
+            return
+        self.taken += size
+        try:
             self._bodies.taken(self, size)
+        except Busy:
+            self._give_back(self.taken if self in self._bodies.arriving else size)
+            raise
 
     def try_take(self, size: int) -> bool:
         """Take ``size`` more bytes if they are left; return whether they were."""
@@ -176,7 +182,10 @@ class BodyAllocation:
 
     def free(self) -> None:
         """Give all memory back."""
-        size, self.taken = self.taken, 0
+        self._give_back(self.taken)
+
+    def _give_back(self, size: int) -> None:
+        self.taken -= size
         self._bodies.taken(self, -size)
 
 

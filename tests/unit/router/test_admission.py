@@ -246,6 +246,36 @@ async def test_whole_answers_of_all_open_requests_have_a_bound(
         await until(lambda: d.dropped == 1)
 
 
+@on_loop
+async def test_bodies_that_arrive_at_one_moment_do_not_all_give_way() -> None:
+    """Who gives way gives its memory at once, not when its request has ended."""
+    bodies = BodyMemory("bodies", 100, 100)
+    allocations = [bodies.allocation(f"client {number}") for number in range(4)]
+    refused = []
+    with contextlib.ExitStack() as arriving:
+        for allocation in allocations:
+            arriving.enter_context(allocation.arriving(asyncio.current_task()))
+            allocation.take(25)
+        for allocation in allocations:
+            if not allocation.try_take(5):
+                bodies.arriving.pop(allocation)  # as its reader does
+                refused.append(allocation)
+        assert refused == allocations[:1]
+        assert [each.taken for each in allocations] == [0, 30, 30, 30]
+
+
+def test_what_an_answer_does_not_get_is_not_counted() -> None:
+    bodies = BodyMemory("answers", 100, 100)
+    with bodies.allocation("one") as one, bodies.allocation("two") as two:
+        one.take(60)
+        assert not two.try_take(50)
+        assert (one.taken, two.taken) == (60, 0)
+        two.take(40)  # all that is left
+        assert not one.try_take(1)
+        assert one.taken == 60
+    bodies.allocation("three").take(100)
+
+
 def test_what_arrives_after_a_request_takes_nothing() -> None:
     bodies = BodyMemory("bodies", 100, 100)
     for _ in range(10):
