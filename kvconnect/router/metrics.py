@@ -142,7 +142,7 @@ class RouterMetrics:
         self._families: dict[str, Any] = {
             row.name: _metric(row, self._registry) for row in ROUTER_CATALOG
         }
-        # Since the last look at the registry: it takes ten times as long for each.
+        # Since the registry was last read: the library takes ten times as long for each.
         self._counted: dict[tuple[str, ...], int] = {}
         self._found: dict[tuple[str, ...], Any] = {}  # the library checks labels at each look-up
         self._ranks = _Ranks(self._families["tokens_in_flight"], self._families["foreign_tokens"])
