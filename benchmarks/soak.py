@@ -256,8 +256,9 @@ class RouterPart:
         await self._until(self._settled)
 
     def roots(self) -> Iterable[object]:
+        series = list(self._edge._metrics.registry.collect())  # takes up what was counted
         yield self._edge
-        yield {"series": list(self._edge._metrics.registry.collect())}
+        yield {"series": series}
 
     async def close(self) -> None:
         await self._ends.aclose()

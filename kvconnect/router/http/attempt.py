@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import NamedTuple
 
-from kvconnect.errors import Refused
+from kvconnect.errors import KVConnectError, Refused
 from kvconnect.router.decision import ChosenEngines, Decision, Legs
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.fleet.receipts import AwaitedReceipt
@@ -205,7 +205,7 @@ class Attempt:
                 if self.legs.choice.mode is Mode.PUSH:
                     await self._prefill_is_near(prefill)
                 return await self._begin(call, receipt)
-        except Exception:
+        except (KVConnectError, TimeoutError):
             if not _failed(prefill):
                 raise
         finally:

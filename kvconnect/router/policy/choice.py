@@ -371,11 +371,9 @@ def _with_source(
 ) -> TargetChoice:
     """Return the choice with the share ticket of the target that has the most of the prompt, if
     that is clearly more than the chosen one has. An engine without a ticket reads from none."""
-    if not hits:
-        return chosen
     tickets = {
         target: (hits.get(target, CacheHit()).readable, -load.own, ticket)
-        for engine in engines
+        for engine in (engines if hits else ())
         for target, load in engine.targets
         if (ticket := engine.share_ticket(target.rank))
     }
