@@ -230,6 +230,7 @@ class RouterMetrics:
         for name, labels in _engine_series(role, url):
             self._families[name].remove(*labels)
             self._found.pop((name, *labels), None)
+            self._counted.pop((name, *labels), None)
         self._ranks.set(role.value, url, ())
 
     def _count(self, number: int, *name_and_labels: str) -> None:

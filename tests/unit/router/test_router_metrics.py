@@ -40,6 +40,19 @@ def test_calls_in_flight_are_counted_until_they_end() -> None:
     assert (in_flight(metrics), ended(metrics)) == (1, 1)
 
 
+def test_what_was_counted_of_an_engine_that_left_leaves_no_series() -> None:
+    name, labels = "kvconnect_router_kv_events_total", ("decode", URL, "ok")
+    named = dict(zip(("role", "upstream", "outcome"), labels, strict=True))
+    metrics = RouterMetrics()
+    metrics.add_engine(Role.DECODE, URL)
+    metrics.count("kv_events", *labels)
+    assert metrics.registry.get_sample_value(name, named) == 1
+    metrics.count("kv_events", *labels)
+    metrics.remove_engine(Role.DECODE, URL)
+    assert metrics.registry.get_sample_value(name, named) is None
+    assert ("kv_events", *labels) not in metrics._found
+
+
 def test_a_call_that_outlives_its_engine_leaves_no_series() -> None:
     metrics = RouterMetrics()
     metrics.add_engine(Role.DECODE, URL)
