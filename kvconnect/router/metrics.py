@@ -153,7 +153,7 @@ class RouterMetrics:
         """The metrics, up to date when it is asked for."""
         counted, self._counted = self._counted, {}
         for (name, *labels), number in counted.items():
-            if name not in _OF_CALLS or self._ranks.known(*labels[:2]):
+            if name not in _OF_CALLS or self._ranks.known(labels[0], labels[1]):
                 self._series(name, *labels).inc(number)
         return self._registry
 

@@ -103,7 +103,7 @@ class Engine:
         self.signals = Signals()
         # (kind, rank) -> text, expiry time
         self._tickets: dict[tuple[TicketKind, int], tuple[str, float]] = {}
-        self._valid: dict[TicketKind, _ValidTickets] = {}  # until one is held or dropped
+        self._valid: dict[TicketKind, _ValidTickets] = {}  # until one is held or expires
         self._changed = changed
         self._view: EngineView | None = None
         self._viewed: tuple[object, ...] = ()  # what the view was made of

@@ -211,7 +211,7 @@ class Attempt:
         finally:
             waiting = False
             prefill.remove_done_callback(ended)
-        await prefill
+        prefill.result()
         raise AssertionError("it has failed")
 
     async def _begin(self, call: EngineCall, receipt: bool | str) -> bytes:
