@@ -14,6 +14,7 @@ from kvconnect import extras
 from kvconnect.doctor import Finding, FindingsReport, checks, disk, models, transfers
 from kvconnect.doctor import flags as doctor_flags
 from kvconnect.doctor.peer_task import Task
+from kvconnect.doctor.transfer_findings import REFUSAL_FIXES
 from kvconnect.errors import ConfigError
 from kvconnect.settings.quantities import parse_bytes
 from kvconnect.terminal import Refuse, log_to_stderr, say
@@ -39,9 +40,13 @@ def run_transport(refuse: Refuse, arguments: argparse.Namespace) -> int:
     try:
         min_rate = parse_bytes("min-rate", arguments.min_rate)
         at = arguments.listen or arguments.peer
-        host, port = parse_address("listen" if arguments.listen else "peer", at) if at else ("", 0)
+        side = "listen" if arguments.listen else "peer"
+        host, port = parse_address(side, at) if at else ("", 0)
         if arguments.peer and not port:
             raise ConfigError("peer", at, "use the port that the listening side prints")
+        proven = arguments.key_file or arguments.tls_dir
+        if at and not (proven or ipaddress.ip_address(host).is_loopback):
+            raise ConfigError(side, at, REFUSAL_FIXES["address"])
         task = Task(
             role="source" if arguments.listen else "reader",
             host=host,

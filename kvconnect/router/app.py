@@ -38,6 +38,7 @@ from kvconnect.router.http.draining import DrainingPrefills
 from kvconnect.router.http.exchange import Exchange
 from kvconnect.router.http.http_request import HttpRequest
 from kvconnect.router.http.http_response import HttpResponse, error_response, json_response
+from kvconnect.router.http.own_address import at_own_address
 from kvconnect.router.http.request_reader import RequestReader
 from kvconnect.router.http.services import Services
 from kvconnect.router.http.tenants import Tenants
@@ -80,7 +81,7 @@ class RouterApp:
         self._tls = tls
         self._metrics = RouterMetrics()
         self._scraped_at, self._scrape_again_at, self._scraped = 0.0, 0.0, b""
-        self._scraping = asyncio.Lock()
+        self._scraping: asyncio.Task[None] | None = None
         rules = options.rules
         caches = Caches(rules)
         self._fleet = Fleet(options, _FleetObserver(self._metrics, caches))
@@ -118,7 +119,8 @@ class RouterApp:
         """Return what the connections of its listener share. ``idle_s``: one without a complete
         head for this time is closed."""
         refused = partial(self._metrics.count, "refused_connections")
-        limits = ConnectionLimits(open_files.limit(), refused)
+        waiting = _body_memory_bytes(self._options.limits.body_bytes) // 4
+        limits = ConnectionLimits(open_files.limit(), waiting, refused)
         return ClientConnections(self.handle, limits, idle_s)
 
     @asynccontextmanager
@@ -234,7 +236,7 @@ class RouterApp:
             self._fleet, self._membership, cache, lambda: self._admin_token, limits.drain_s
         )
         tls = tls if admin.tls else None
-        async with _at_own_address("admin API", made, admin.host, admin.port, tls):
+        async with at_own_address("admin API", made, admin.host, admin.port, tls):
             yield
 
     @asynccontextmanager
@@ -248,7 +250,7 @@ class RouterApp:
             return web.Response(body=await self._metrics_text(), headers=headers)
 
         made.router.add_get("/metrics", metrics)
-        async with _at_own_address("metrics", made, at.metrics_host, at.metrics_port):
+        async with at_own_address("metrics", made, at.metrics_host, at.metrics_port):
             yield
 
     def _serving(self, api: Api) -> Handler:
@@ -296,31 +298,24 @@ class RouterApp:
         making them takes a tenth of the time at most, however many ask; all who wait get the same
         text."""
         asked = time.monotonic()
-        async with self._scraping:
-            if self._scraped_at < asked:
-                await asyncio.sleep(self._scrape_again_at - asked)
-                self._scraped_at = now = time.monotonic()
-                loads = (EngineLoads(e.role, e.url, e.loads.at(now)) for e in self._fleet.all())
-                self._metrics.tokens(loads)
-                self._scraped = await asyncio.to_thread(generate_latest, self._metrics.registry)
-                ended = time.monotonic()
-                self._scrape_again_at = ended + _SCRAPE_PAUSE * (ended - now)
-            return self._scraped
+        while self._scraped_at < asked:
+            if self._scraping is None or self._scraping.done():
+                self._scraping = asyncio.create_task(self._scrape())
+            await asyncio.shield(self._scraping)  # goes on when who asked has left
+        return self._scraped
 
-
-@asynccontextmanager
-async def _at_own_address(
-    what: str, made: web.Application, host: str, port: int, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[None]:
-    """Serve another application within the block."""
-    runner = web.AppRunner(made)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port, ssl_context=tls).start()
-        logger.info("%s on %s", what, runner.addresses[0])
-        yield
-    finally:
-        await runner.cleanup()
+    async def _scrape(self) -> None:
+        """Make the text of :meth:`_metrics_text`, after a pause."""
+        await asyncio.sleep(self._scrape_again_at - time.monotonic())
+        began = time.monotonic()
+        loads = (EngineLoads(e.role, e.url, e.loads.at(began)) for e in self._fleet.all())
+        self._metrics.tokens(loads)
+        try:
+            self._scraped = await asyncio.to_thread(generate_latest, self._metrics.registry)
+            self._scraped_at = began
+        finally:
+            ended = time.monotonic()
+            self._scrape_again_at = ended + _SCRAPE_PAUSE * (ended - began)
 
 
 def _needs_no_key(request: HttpRequest) -> bool:

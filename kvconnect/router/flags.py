@@ -38,7 +38,10 @@ examples:
 docs/router.md describes each flag, the admin API and the metrics.
 """
 
-_ENGINE = "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
+_ENGINE = (
+    "URL[,engine=vllm|nixl|mooncake|sglang][,bootstrap=PORT][,version=TEXT]"
+    "[,events=PORT][,replay=PORT]; grpc://HOST:PORT of SGLang"
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -305,8 +308,12 @@ def _add_choices(parser: argparse._ArgumentGroup) -> None:
 def _add_limits(parser: argparse._ArgumentGroup) -> None:
     default = RouterLimits()
     for flag, value, text in (
-        ("timeout", default.timeout_s, "for a whole request"),
-        ("silence-timeout", default.silence_s, "that an engine may send nothing for a request"),
+        ("timeout", default.timeout_s, "until a whole answer, or the first token of a stream"),
+        (
+            "silence-timeout",
+            default.silence_s,
+            "that an engine may send nothing after its first token, or while it is down",
+        ),
         ("queue-timeout", default.queue_s, "that a request may wait for its turn"),
         ("drain-timeout", default.drain_s, "that open requests have when the router is stopped"),
     ):

@@ -99,7 +99,7 @@ class EngineLoads(NamedTuple):
 _NO_MODE = ("none", "none")  # ended before a mode was chosen
 _OF_CALLS = ("in_flight", "upstream_requests")  # a call may end after its engine was removed
 _RETURN_REASONS = ("bytes", "full", "ended", "removed", "memory")  # of ``native/relay.c``
-_REFUSAL_REASONS = ("address", "files")  # of a client's connection
+_REFUSAL_REASONS = ("address", "files", "memory")  # of a client's connection
 _TICKET_OUTCOMES = ("ok", "failed")
 _EVENT_OUTCOMES = ("ok", "replayed", "late", "lost", "refused")
 _RECEIPT_OUTCOMES = ("ok", "missing")

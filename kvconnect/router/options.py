@@ -22,7 +22,8 @@ class RouterLimits:
     """Limits of load and time; checked when created.
 
     Attributes:
-        timeout_s: seconds from a request's first byte to its response's last byte.
+        timeout_s: seconds from a request's first byte to the last one of a whole answer, or to the
+            first token of a stream.
         silence_s: seconds that an engine may send nothing while a request is open.
         concurrent: running requests; 0: any number.
         queue: waiting requests.

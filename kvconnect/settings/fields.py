@@ -38,7 +38,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         host_bytes: bytes of host memory of one engine, shared by its workers on this machine.
             ``"auto"``: a quarter of the machine's or container's memory, divided among the
             data-parallel engines on it. ``"off"``: no host tier.
-        policy: which block a full tier evicts first. ``lru`` suits conversations. ``s3fifo``
+        policy: which block full host memory evicts first. ``lru`` suits conversations. ``s3fifo``
             keeps a working set through long scans of one-off prompts.
         sync_load_bytes: largest load that runs inside the step that needs it, in bytes, all ranks
             together. A larger load runs before that step, while the request waits. ``0``: no load

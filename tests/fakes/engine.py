@@ -82,6 +82,12 @@ class FakeEngine:
         await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls).start()
         self.port = self._runner.addresses[0][1]
 
+    async def stop_listening(self) -> None:
+        """Take no further connection."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 ANSWER_BYTES = 64 * 2**20  # limit of a response that is read as a whole
 IDLE_S = 2.0  # idle connections are reused this long; engines (uvicorn) close theirs after 5
+_AT_ONCE_S = 1.0  # within which an engine closes a kept connection that it had given up
 END_SILENT_S = 10.0  # an engine may be down this long until what it has not answered is given up
 _IDLE_MOST = 256  # connections kept per engine
 _T = TypeVar("_T")
@@ -53,8 +54,9 @@ class ConnectionPool:
     ) -> EngineConnection:
         """Send a request; return its connection once the response's head has been received.
 
-        The engine may close a kept connection at any time. If it does so before the first byte of
-        the response, the request is sent again on a new connection.
+        The engine may close a kept connection at any time. If it does so at once, before the first
+        byte of the response, the request is sent again on a new connection. An engine that closes
+        it later, or takes no new one, has ended while it had the request.
 
         Raises:
             Unreachable: no connection within ``CONNECT_S`` seconds.
@@ -62,12 +64,21 @@ class ConnectionPool:
             NotTaken: the engine's API has nothing for the request.
         """
         kept = self._take(base)
-        if kept is not None:
+        if kept is None:
+            return await self._ask(base, await self._connect(base), head, body, written)
+        sent = time.monotonic()
+        try:
+            return await self._ask(base, kept, head, body, written)
+        except ClosedEarly as closed:
+            if time.monotonic() - sent > _AT_ONCE_S:
+                raise
             try:
-                return await self._ask(base, kept, head, body, written)
-            except ClosedEarly:
-                pass
-        return await self._ask(base, await self._connect(base), head, body, written)
+                connection = await self._connect(base)
+            except Exhausted:
+                raise
+            except Unreachable:
+                raise closed from None
+        return await self._ask(base, connection, head, body, written)
 
     def release(self, base: BaseUrl, connection: EngineConnection) -> None:
         """Give a connection back; it is closed unless its response is complete."""

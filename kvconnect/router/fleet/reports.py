@@ -18,7 +18,7 @@ from kvconnect.router.policy.loads import MOST_RANKS
 from kvconnect.router.requests.engine_bodies import json_object
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)\{(.*)\}\s+(\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]++|\\.)*+)"')
 _LINE = 8192  # longest sample line that is read
 _VLLM_USAGE = "vllm:kv_cache_usage_perc"
 _REFUSED = tuple(f"{engine}:kvconnect_handoff_refused_total" for engine in ("vllm", "sglang"))

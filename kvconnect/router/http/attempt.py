@@ -123,7 +123,7 @@ class Attempt:
         self, chosen: TargetChoice, decode: Engine
     ) -> asyncio.Task[None] | None:
         """Ask prefill, and return the task; in pull mode wait for its answer, and return None."""
-        prefilling, choice = self._prefill(chosen), self.legs.choice
+        prefilling, choice = self._prefill(chosen, decode), self.legs.choice
         if choice.mode is not Mode.PULL:
             return asyncio.create_task(prefilling)
         with decode.awaited():
@@ -145,7 +145,7 @@ class Attempt:
             return RenamedStream(self._reply, self.legs.client_ids), receipt
         return self._reply if self._journaled is None else self._journaled, receipt
 
-    async def _prefill(self, chosen: TargetChoice) -> None:
+    async def _prefill(self, chosen: TargetChoice, decode: Engine) -> None:
         """Have the prompt computed, and give the answer to the legs."""
         role = self.legs.choice.prefill_role
         engine = self._services.fleet.get(role, chosen.target.engine)
@@ -156,12 +156,12 @@ class Attempt:
             answer: bytes | None = None
             if call.streams:
                 await call.first_event()
-                self._prefilled()
+                self._prefilled(decode)
                 async for _ in call.chunks(None):
                     pass
             else:
                 answer = await call.read(self._room.take)
-                self._prefilled()
+                self._prefilled(decode)
                 if self._services.caches.indexes:
                     found = engine_bodies.cached_tokens_of(answer)
                     self._services.metrics.hit(chosen.hit, found)
@@ -246,13 +246,13 @@ class Attempt:
         several = reason is RoutingReason.MULTI
         return PromptWork.SEEN if self._streamed and not several else PromptWork.UNSEEN
 
-    def _prefilled(self) -> None:
+    def _prefilled(self, decode: Engine) -> None:
         """Note the end of prefill. The first token then waits for prompts that the decode engine
         computes, which is no time of the hand-off."""
-        chosen, now = self.legs.choice.decode, time.monotonic()
-        times = self._services.fleet.get(Role.DECODE, chosen.target.engine).timer.at(now)
+        now = time.monotonic()
+        times = decode.timer.at(now)
         token_s = 0.0 if times.compute is None else times.compute.token_s
-        self._ready_at = now + token_s * times.waiting(chosen.target.rank)
+        self._ready_at = now + token_s * times.waiting(self.legs.choice.decode.target.rank)
 
     def _arrived(self, decode: Engine) -> None:
         """Measure how long the first token of a prompt that was handed off took after prefill."""

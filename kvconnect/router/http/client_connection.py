@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 LINGER_S = 10.0
 """Time for the rest of a body that was refused: who closes earlier loses the answer to it."""
 _MOST_QUEUED = 16  # requests that came before the answer to an earlier one
+_MOST_WAITING = 4 * HELD_BYTES
+"""Bytes of queued requests, from which on no further one is taken."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 Handler = Callable[[HttpRequest], Awaitable[HttpResponse | None]]
@@ -76,6 +78,7 @@ class ClientConnection(asyncio.Protocol):
         self._taking = True  # further requests are taken
         self._lingers = False  # the client has its last answer, and may still send
         self._queued: deque[HttpRequest] = deque()
+        self._waiting = 0  # bytes that wait: of queued requests, and of a head that is not complete
         self._serving: HttpRequest | None = None
         self._task: asyncio.Task[None] | None = None
         self._continues = False  # the client waits for leave to send its body
@@ -125,8 +128,9 @@ class ClientConnection(asyncio.Protocol):
             self._take_no_more()
         elif parser.bad:
             self._refuse()
+        self._count_waiting()
         held = parser.incoming is not None and parser.incoming.content.held > HELD_BYTES
-        if held or len(self._queued) >= _MOST_QUEUED:
+        if held or self._full:
             self._pause()
 
     # Called by the parser
@@ -139,7 +143,7 @@ class ClientConnection(asyncio.Protocol):
         request.remote, request.secure = self._address, self._secure
         if self._serving is None:
             self._start(request)
-        elif len(self._queued) < _MOST_QUEUED:
+        elif len(self._queued) < _MOST_QUEUED and self._queued_bytes() < _MOST_WAITING:
             self._queued.append(request)
         else:  # its client may send it again on a new connection
             self._take_no_more()
@@ -218,6 +222,7 @@ class ClientConnection(asyncio.Protocol):
             self._close()
         elif self._queued:
             self._start(self._queued.popleft())
+            self._count_waiting()
             self._resume()
         elif self._parser.bad:
             self._reject()
@@ -281,8 +286,24 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(_CONTINUE)
         self._resume()
 
+    @property
+    def _full(self) -> bool:
+        """Whether enough requests wait for the answer to an earlier one."""
+        queued = self._queued
+        return bool(queued) and (len(queued) >= _MOST_QUEUED or self._queued_bytes() > HELD_BYTES)
+
+    def _queued_bytes(self) -> int:
+        return sum(each.held for each in self._queued)
+
+    def _count_waiting(self) -> None:
+        """Count what waits; the account may close this connection or another one."""
+        waiting = self._parser.held + (self._queued_bytes() if self._queued else 0)
+        if waiting != self._waiting:
+            self._waiting = waiting
+            self._shared.limits.waits(self, waiting)
+
     def _resume(self) -> None:
-        if not self._reading and len(self._queued) < _MOST_QUEUED:
+        if not self._reading and not self._full:
             self._reading = True
             self._transport.resume_reading()
 

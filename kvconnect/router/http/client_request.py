@@ -17,6 +17,7 @@ from kvconnect.router.requests.fields import Permissions
 
 _SESSION = "x-session-id"
 _FORWARDED = ("X-Request-Id", "traceparent", "tracestate")
+_LONGEST = 1024  # of a forwarded header's value: engines repeat the id in their own heads
 _AUTHORIZATION, _PRIORITY = "Authorization", "X-Vllm-Priority"
 
 
@@ -63,4 +64,8 @@ def _forwarded(
     if tenant.priority:
         names.append(_PRIORITY)
     given = ((name, headers.get(name.lower())) for name in names)
-    return {name: value for name, value in given if value is not None}
+    return {
+        name: value
+        for name, value in given
+        if value is not None and (len(value) <= _LONGEST or name == _AUTHORIZATION)
+    }

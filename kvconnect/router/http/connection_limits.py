@@ -1,4 +1,5 @@
-"""How many connections clients may have open: files are left for engines, and for other clients.
+"""How many connections clients may have open, and how much may wait on them: files and memory are
+left for engines, and for other clients.
 
 With TLS, a connection counts from the end of its handshake on. Event loop only.
 """
@@ -9,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +18,7 @@ _CLIENTS_SHARE = 0.75  # of all files: requests to engines need the others
 _ADDRESS_SHARE = 0.75  # of the clients' files
 _LEAST = 8
 _WARN_S = 60.0
+_FILES = ", the most; raise the limit of open files"
 _WHY = b"too many connections are open"
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
@@ -23,33 +26,56 @@ BUSY = (
 )
 
 
-class ConnectionLimits:
-    """Limits the open connections of all clients together, and of each network address."""
+class Connection(Protocol):
+    """A client's connection; hashed by identity."""
 
-    def __init__(self, files: int, refused: Callable[[str], None]) -> None:
-        """``files``: descriptors that the process may have. ``refused``: is told the reason for
-        which a connection is refused."""
+    def end(self) -> object:
+        """End now."""
+
+
+class ConnectionLimits:
+    """Limits the open connections of all clients together, and of each network address, and the
+    bytes of requests that wait on all of them."""
+
+    def __init__(self, files: int, memory: int, refused: Callable[[str], None]) -> None:
+        """``files``: descriptors that the process may have. ``memory``: bytes that may wait.
+        ``refused``: is told the reason for which a connection is refused or closed."""
         self.most = max(_LEAST, int(files * _CLIENTS_SHARE))
         self.most_of_address = max(_LEAST, int(self.most * _ADDRESS_SHARE))
         self._refused = refused
-        self._address_of: dict[object, str] = {}
+        self._waiting: dict[Connection, int] = {}
+        self._memory_left = memory
+        self._address_of: dict[Connection, str] = {}
         self._of_address: Counter[str] = Counter()
         self._warn_at = 0.0
 
-    def opened(self, connection: object, address: str) -> bool:
+    def opened(self, connection: Connection, address: str) -> bool:
         """Count a connection; return False for one too many."""
         if self._of_address[address] >= self.most_of_address:
-            self._refuse("address", f"{address} has {self.most_of_address} connections, the most")
+            self._refuse("address", f"{address} has {self.most_of_address} connections{_FILES}")
             return False
         if len(self._address_of) >= self.most:
-            self._refuse("files", f"clients have {self.most} connections, the most")
+            self._refuse("files", f"clients have {self.most} connections{_FILES}")
             return False
         self._address_of[connection] = address
         self._of_address[address] += 1
         return True
 
-    def closed(self, connection: object) -> None:
+    def waits(self, connection: Connection, nbytes: int) -> None:
+        """Record the bytes that wait on a connection: heads that are not complete, and requests
+        before whose answer others are due. While all take too much, end the one with the most."""
+        self._memory_left += self._waiting.pop(connection, 0) - nbytes
+        if nbytes:
+            self._waiting[connection] = nbytes
+        while self._memory_left < 0:
+            largest = max(self._waiting, key=self._waiting.__getitem__)
+            self._memory_left += self._waiting.pop(largest)
+            self._refuse("memory", "requests that wait on them take too much memory")
+            largest.end()
+
+    def closed(self, connection: Connection) -> None:
         """Count a connection out that was counted in."""
+        self._memory_left += self._waiting.pop(connection, 0)
         address = self._address_of.pop(connection, None)
         if address is not None:
             self._of_address[address] -= 1
@@ -60,4 +86,4 @@ class ConnectionLimits:
         self._refused(reason)
         if (now := time.monotonic()) >= self._warn_at:
             self._warn_at = now + _WARN_S
-            logger.warning("connections are refused: %s; raise the limit of open files", why)
+            logger.warning("connections are refused: %s", why)

@@ -124,7 +124,7 @@ class Exchange:
                     request = client_request(services, self._request, asked, self._api, self._turn)
                     self._prefix = asked.prefix
                     decision = Decision(request, services.rules, services.retries, _new_id)
-                    if request.prompt.streamed:
+                    if request.prompt.streamed and not self._api.decode_only:
                         self._reply.comment_after(services.options.limits.comment_s)
                     return await self._attempts(request, decision, room)
         except (Busy, HttpError, Refused, Unserved, Rejected, EngineFailed) as error:
@@ -257,6 +257,7 @@ class Exchange:
         """Send a whole answer. Its memory is in the account until the client has read it, but for
         what the system has taken; the engines are free already."""
         self._no_deadline()
+        self._reply.close()
         with contextlib.suppress(ConnectionError):  # the client disconnected
             await self._request.writer.respond(self._request, response)
 

@@ -39,6 +39,11 @@ class HttpParser:
         self._target, self._headers = b"", dict[str, str]()
         self._native: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
 
+    @property
+    def held(self) -> int:
+        """Bytes of a head that is not complete."""
+        return self._head_bytes + self._quiet if self._in_head else 0
+
     def feed(self, data: bytes) -> None:
         """Parse what was received. After :attr:`upgraded` or :attr:`bad`, nothing is parsed."""
         if self._native is None or self.upgraded or self.bad:
@@ -85,6 +90,7 @@ class HttpParser:
         """httptools: the head is complete."""
         assert self._native is not None, "it calls"
         self._in_head = False
+        head_bytes = self._head_bytes
         self._quiet = self._head_bytes = self._head_count = 0
         version = self._native.get_http_version()
         encoding = self._headers.get("transfer-encoding")
@@ -95,6 +101,7 @@ class HttpParser:
         method = self._native.get_method().decode("latin-1")
         target = self._target.decode("latin-1")
         request = HttpRequest(method, target, self._headers, RequestContent(self._wanted))
+        request.head_bytes = head_bytes
         request.old = version == "1.0"
         request.keep_alive = self._native.should_keep_alive()
         if self._take(request):

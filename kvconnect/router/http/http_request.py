@@ -30,30 +30,33 @@ class RequestContent:
 
     Attributes:
         complete: all of it has been received.
-        held: bytes that were received and not read.
     """
 
     def __init__(self, wanted: Callable[[], None]) -> None:
         """``wanted``: is called when more is to be received."""
         self.complete = False
-        self.held = 0
         self._wanted = wanted
-        self._pieces: list[bytes] = []
+        self._received: bytes | bytearray = b""
         self._broken = ""
         self._discarded = False
         self._waiting: asyncio.Future[None] | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes that were received and not read."""
+        return len(self._received)
 
     def is_eof(self) -> bool:
         """Return whether reading the rest needs no wait."""
         return self.complete
 
-    async def readany(self) -> bytes:
+    async def readany(self) -> bytes | bytearray:
         """Return what has been received, at least one byte; empty at the end.
 
         Raises:
             HttpError: the rest is not HTTP.
         """
-        while not self._pieces:
+        while not self._received:
             if self._broken:
                 raise HttpError(400, self._broken)
             if self.complete:
@@ -64,17 +67,22 @@ class RequestContent:
                 await self._waiting
             finally:
                 self._waiting = None
-        pieces, self._pieces, self.held = self._pieces, [], 0
+        received, self._received = self._received, b""
         if not self.complete:
             self._wanted()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return received
 
     def feed(self, piece: bytes) -> None:
         """Take a piece that was received."""
-        if not self._discarded:
-            self._pieces.append(piece)
-            self.held += len(piece)
-            self._wake()
+        if self._discarded:
+            return
+        if not self._received:
+            self._received = piece
+        else:  # objects of their own for pieces of two bytes would take twenty times their bytes
+            if isinstance(self._received, bytes):
+                self._received = bytearray(self._received)
+            self._received += piece
+        self._wake()
 
     def end(self) -> None:
         """Note that all has been received."""
@@ -89,7 +97,7 @@ class RequestContent:
     def discard(self) -> None:
         """Forget what was received, and what follows."""
         self._discarded = True
-        self._pieces, self.held = [], 0
+        self._received = b""
         self._wanted()
 
     def _wake(self) -> None:
@@ -103,6 +111,7 @@ class HttpRequest:
     Attributes:
         path: without query; as it was sent, so nothing is decoded.
         headers: names in lower case; values of one that came several times are joined by commas.
+        head_bytes: that the head had, without line ends.
         old: HTTP/1.0.
         keep_alive: the connection may be used again after the answer.
         remote: the client's address.
@@ -113,8 +122,8 @@ class HttpRequest:
     """
 
     __slots__ = (
-        *("content", "headers", "keep_alive", "method", "more_headers", "old", "path"),
-        *("remote", "secure", "tenant", "writer"),
+        *("content", "head_bytes", "headers", "keep_alive", "method", "more_headers", "old"),
+        *("path", "remote", "secure", "tenant", "writer"),
     )
 
     def __init__(
@@ -125,11 +134,17 @@ class HttpRequest:
         self.headers = headers
         self.content = content
         self.writer: ResponseWriter
+        self.head_bytes = 0
         self.old = False
         self.keep_alive = True
         self.remote, self.secure = "", False
         self.more_headers: dict[str, str] = {}
         self.tenant: Tenant | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes that the request takes until its body is read."""
+        return self.head_bytes + self.content.held
 
     @property
     def content_length(self) -> int:

@@ -107,9 +107,11 @@ class JournaledStream:
 
     async def _ends(self, tail: array[int], choice: RoutingChoice) -> bool | None:
         """Return whether tokens end with a character; None if no engine says it."""
-        model = self._request.prompt.model
-        lost = self._services.fleet.get(Role.DECODE, choice.decode.target.engine)
-        others = (e for e in self._services.fleet.all() if e.up and e.url != lost.url)
+        model, fleet = self._request.prompt.model, self._services.fleet
+        number = choice.decode.target.engine
+        # It may have been removed meanwhile.
+        lost = {e.url for e in fleet.all(Role.DECODE) if e.index == number}
+        others = (e for e in fleet.all() if e.up and e.url not in lost)
         serving = (e for e in others if not (model and e.info.models) or model in e.info.models)
         engine = next((e for e in serving if e.spec.kind is not EngineKind.SGLANG), None)
         if engine is None:

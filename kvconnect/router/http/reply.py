@@ -148,6 +148,8 @@ class Reply:
 
     def _send_comment(self) -> None:
         """Send a comment, unless that needs a wait, or the last event is not complete."""
+        if self.stream is not None and self.stream.ended:
+            return
         if self.stream is None and not self._request.old:  # HTTP/1.0 has no chunks
             head = {"Content-Type": f"{EVENT_STREAM}; charset=utf-8"}
             self.stream = self._request.writer.begin(self._request, head)

@@ -24,6 +24,7 @@ MOST_HELD = 1024
 
 _UNSAID_MAX_TOKENS = 16  # of vLLM's completions; chats have no limit
 _MOST_OBJECTS = 4096  # in messages that are looked at
+_MOST_STOPS = 4096  # texts that end an answer, and commas in them
 _UNSET = (b"", b"null")
 _FALSE = (*_UNSET, b"false", b"[]", b"{}", b'""', b"0", b"0.0")
 
@@ -241,6 +242,8 @@ def _only_text(messages: bytes) -> bool:
 def _longest_stop(raw: bytes) -> int:
     if raw in _UNSET:
         return 0
+    if raw.count(b",") > _MOST_STOPS:
+        raise ValueError("too many to look at")
     stops = msgspec.json.decode(raw, type=str | list[str])
     return max(map(len, [stops] if isinstance(stops, str) else stops), default=0)
 

@@ -18,7 +18,7 @@ from kvconnect.router.requests.stream_events import TokenId
 NOTED_BYTES = 8 << 10
 """Bytes of the notes of one stream; with more, it comes back, and they are journaled."""
 
-_STRING = rb'("(?:[^"\\]|\\.)*")'
+_STRING = rb'("(?:[^"\\]++|\\.)*+")'
 # Within a JSON string, the quotation marks of such names would be escaped.
 _TEXTS = {name: re.compile(b'"%b":%b' % (name, _STRING)) for name in (b"text", b"content")}
 _IDS = re.compile(rb'"token_ids":(\[[0-9,]+\])')

@@ -14,7 +14,8 @@ from msgspec import Raw
 
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.router.policy.fleet_view import EngineKind
-from kvconnect.router.requests.body import Body
+from kvconnect.router.requests.body import SALT, Body
+from kvconnect.router.requests.json_parts import check_parts
 
 PRIORITY = "priority"
 _SAMPLING_PARAMS = "sampling_params"
@@ -70,6 +71,8 @@ def _passes(decisions: Decisions, name: str, permissions: Permissions) -> bool:
         return permissions.priority
     if name in decisions.dropped:
         return False
+    if name == SALT and decisions is _SGLANG and permissions.listed_only:
+        return False  # the router's own, at a path of SGLang's that takes none
     if name in decisions.refused or permissions.listed_only:
         shown = name[:_SHOWN]
         fix = f"leave it out, or have the router started with --pass-field {shown}"
@@ -94,12 +97,13 @@ def _client_sampling(value: Any) -> Any:
     """Return SGLang's sampling parameters without its internal fields.
 
     Raises:
-        Refused: they are neither an object nor a list of objects.
+        Refused: they are neither an object nor a list of objects, or have too many parts.
     """
     raw = bytes(value) if isinstance(value, Raw) else msgspec.json.encode(value)
     # An escape may hide a name.
     if b"\\" not in raw and not any(name.encode() in raw for name in INTERNAL_SAMPLING):
         return value
+    check_parts(_SAMPLING_PARAMS, raw, "ask about fewer prompts at a time")
     try:
         if raw[:1] == b"[":
             found = msgspec.json.decode(raw, type=list[dict[str, Raw] | None])

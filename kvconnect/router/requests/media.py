@@ -15,9 +15,7 @@ from msgspec import Raw
 
 from kvconnect.errors import Refused
 from kvconnect.router.requests.body import Body
-
-MOST_STRUCTURE = 65_536
-"""Limit of brackets and commas in a field with an identity: they bound its decoded size."""
+from kvconnect.router.requests.json_parts import check_parts
 
 _HOLDERS = (
     *("messages", "input", "previous_input_messages", "query", "queries", "documents", "items"),
@@ -32,7 +30,9 @@ def _spellings(name: str) -> bytes:
 
 
 _NAME = re.compile(rb'"(?:%b|%b)"' % (_spellings(_PREFIXED), _spellings(_DROPPED)))
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Possessive, since the library notes each place to which it could go back: 120 bytes a character.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_DEEPEST = 16  # levels of lists and objects: each is searched once more
 _BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
 
 
@@ -41,38 +41,41 @@ def with_own_media(body: Body, tenant: str) -> dict[str, Any]:
     hashes of contents, which engines compute themselves.
 
     Raises:
-        Refused: a field with an identity has too many parts.
+        Refused: a field with an identity has too many parts, or is nested too deep.
     """
     found = dict(body)
     for field in _HOLDERS:
         value = found.get(field)
         if not isinstance(value, Raw):
             continue
-        raw = bytes(value)
+        raw = memoryview(value)
         if _NAME.search(raw) is None:
             continue
-        structure = _STRING.sub(b"", raw)
-        if sum(map(structure.count, (b",", b"{", b"["))) > MOST_STRUCTURE:
-            raise Refused(
-                field, f"it has too many parts beside a {_PREFIXED} or {_DROPPED}: leave that out"
-            )
+        check_parts(field, _STRING.sub(b"", raw), f"leave out its {_PREFIXED} or {_DROPPED}")
         try:
-            found[field] = Raw(msgspec.json.encode(_prefixed(value, tenant)))
+            found[field] = Raw(msgspec.json.encode(_prefixed(value, tenant, field, _DEEPEST)))
         except _BROKEN as error:
-            raise Refused(field, f"it is not JSON: {error}") from error
+            raise Refused(field, f"{field} is not JSON: {error}") from error
     return found
 
 
-def _prefixed(value: Raw, tenant: str) -> Any:
+def _prefixed(value: Raw, tenant: str, field: str, levels: int) -> Any:
     """Return a JSON value whose identities are the tenant's; other parts keep their bytes."""
-    raw = bytes(value)
-    if raw[:1] == b"[" and _NAME.search(raw):
-        return [_prefixed(each, tenant) for each in msgspec.json.decode(raw, type=list[Raw])]
-    if raw[:1] != b"{" or not _NAME.search(raw):
+    raw = memoryview(value)
+    first = bytes(raw[:1])
+    if first not in (b"[", b"{") or not _NAME.search(raw):
         return value
+    if not levels:
+        what = f"a {_PREFIXED} or {_DROPPED} below {_DEEPEST} lists and objects"
+        raise Refused(field, f"{field} has {what}: leave that out")
+    if first == b"[":
+        each_of = msgspec.json.decode(raw, type=list[Raw])
+        return [_prefixed(each, tenant, field, levels - 1) for each in each_of]
     fields = msgspec.json.decode(raw, type=dict[str, Raw])
     return {
-        name: _own(each, tenant) if name == _PREFIXED else _prefixed(each, tenant)
+        name: _own(each, tenant)
+        if name == _PREFIXED
+        else _prefixed(each, tenant, field, levels - 1)
         for name, each in fields.items()
         if name != _DROPPED
     }

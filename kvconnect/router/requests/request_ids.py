@@ -14,13 +14,16 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from kvconnect.errors import Refused
 from kvconnect.router.requests.body import Body
+from kvconnect.router.requests.json_parts import check_parts
 
 RID = "rid"
 RESPONSE_ID = "request_id"  # of the Responses API
 _RESPONSE = "resp_"
 _HELD = 64  # bytes at the end of a chunk that may be a part of an id
 _MOST_DIGITS = 6
+_LONGEST = 256  # characters of a client's id, which an answer has many times
 
 
 def with_request_id(body: Body, field: str, random: str) -> dict[str, Any]:
@@ -65,12 +68,21 @@ class ClientIds:
 
 
 def client_ids(body: Body, field: str, random: str) -> ClientIds | None:
-    """Return what shows a client the ids that it chose; None if it chose none."""
+    """Return what shows a client the ids that it chose; None if it chose none.
+
+    Raises:
+        Refused: an id is too long, or there are too many.
+    """
     value = body.get(field)
+    if not isinstance(value, Raw):
+        return None
+    check_parts(field, bytes(value), "ask about fewer prompts at a time")
     try:
-        own = msgspec.json.decode(value, type=str | list[str]) if isinstance(value, Raw) else None
+        own = msgspec.json.decode(value, type=str | list[str])
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None
+    if max(map(len, [own] if isinstance(own, str) else own), default=0) > _LONGEST:
+        raise Refused(field, f"{field} has more than {_LONGEST} characters: use fewer")
     return ClientIds(field, random, own) if own else None
 
 

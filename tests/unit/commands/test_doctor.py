@@ -82,6 +82,20 @@ def test_flags_of_the_transport_become_a_task(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
+@pytest.mark.parametrize("side", ["--listen", "--peer"])
+def test_another_machine_is_asked_with_a_key_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], side: str
+) -> None:
+    report = FindingsReport((), "good", "bad")
+    monkeypatch.setattr(transfers, "examine", lambda task, min_rate: report)
+    monkeypatch.setattr(transfers, "listen", lambda task, say, ended: None)
+    monkeypatch.setattr(doctor, "log_to_stderr", lambda: None)
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "transport", side, "10.1.2.3:7000"])
+    assert f"{side} 10.1.2.3:7000: give --key-file on both sides" in capsys.readouterr().err
+    assert cli.main(["doctor", "transport", side, "10.1.2.3:7000", "--key-file", "K"]) == 0
+
+
 def test_an_interrupted_listener_ends_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Task] = []
 

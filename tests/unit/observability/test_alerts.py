@@ -164,6 +164,16 @@ CASES = (
         ends=35,
         also=("KVConnectRouterEngineDown",),
     ),
+    Case(  # a source names none any more: their series end, those of the router do not
+        "KVConnectRouterNoEngine",
+        {
+            'kvconnect_router_upstream_up{role="decode",upstream="a"}': "1x9 stale _x19 1x20",
+            'kvconnect_router_upstream_up{role="prefill",upstream="b"}': "1x60",
+            "kvconnect_router_queue": "0x60",
+        },
+        fires=20,
+        ends=35,
+    ),
     Case(
         "KVConnectRouterImbalance",
         {

@@ -7,7 +7,9 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,28 @@ def test_an_image_sees_nothing_but_what_it_is_built_from() -> None:
         assert not any(secret == name or secret.startswith(f"{name}/") for name in named), secret
     for needed in ("pyproject.toml", "setup.py", "README.md", "kvconnect", "kernels"):
         assert needed in named
+
+
+def set_up(files: Iterable[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Ask setup.py for its version in ``folder``, with these files of the checkout alone."""
+    for name in files:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("*.so", "*.fatbin"))
+        else:
+            shutil.copy(ROOT / name, target)
+    command = [sys.executable, "-I", "setup.py", "-q", "--version"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_an_image_sees_all_that_it_is_built_from(tmp_path: Path) -> None:
+    named = context_of_images()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    made = set_up(named, tmp_path / "context")
+    assert made.stdout.strip().endswith(version), made.stderr
+    for needed in ("scripts/build_kernels.py", "scripts/index_page.py"):
+        assert set_up(named - {needed}, tmp_path / needed).returncode, needed
 
 
 def test_images_install_what_is_locked() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from kvconnect.router import app
 from kvconnect.router.api_keys import ApiKey
@@ -171,6 +172,44 @@ async def test_metrics_are_made_seldom_however_many_ask(monkeypatch: pytest.Monk
         for number in (1, 2):  # control: whoever asks after a request sees it
             assert (await router.post(ASK)).status == 200
             assert await router.metric("upstream_requests_total", **done(d)) == number
+
+
+@on_loop
+async def test_who_leaves_has_metrics_made_no_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = running = most = 0
+    generate = app.generate_latest
+
+    def slowly(registry: Any) -> bytes:
+        nonlocal made, running, most
+        made, running = made + 1, running + 1
+        most = max(most, running)
+        time.sleep(0.1)
+        running -= 1
+        return generate(registry)
+
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with bench([p], [d]) as router:
+        monkeypatch.setattr(app, "generate_latest", slowly)
+        began = time.monotonic()
+        for _ in range(20):
+            _, writer = await asyncio.open_connection("127.0.0.1", URL(router.url).port)
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.close()
+        assert (await router.get("/metrics")).status == 200
+        assert most == 1 <= made <= 1 + (time.monotonic() - began) / 1.0
+
+
+@on_loop
+async def test_a_long_request_id_is_not_forwarded() -> None:
+    """An engine that repeats it would send a head that is too large."""
+    p, d = FakeEngine(prefills), FakeEngine(decodes)
+    async with bench([p], [d]) as router:
+        for length in (1024, 1025):
+            answer = await router.post(ASK, headers={"X-Request-Id": "a" * length})
+            assert answer.status == 200
+        assert [len(each.get("x-request-id", "")) for each in d.headers] == [1024, 0]
 
 
 def done(engine: FakeEngine) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class World:
 
     port: int = 0
     seen: list[tuple[str, str, bytes]] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     hold: asyncio.Event | None = None
     connections: ClientConnections = field(init=False)
 
@@ -84,9 +86,9 @@ class World:
 
 
 @asynccontextmanager
-async def world(idle_s: float = 60.0) -> AsyncIterator[World]:
+async def world(idle_s: float = 60.0, memory: int = 2**30) -> AsyncIterator[World]:
     made = World()
-    limits = ConnectionLimits(1000, lambda _: None)
+    limits = ConnectionLimits(1000, memory, made.refused.append)
     made.connections = ClientConnections(made.handle, limits, idle_s)
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: ClientConnection(made.connections), "127.0.0.1", 0)
@@ -149,6 +151,69 @@ async def test_pipelined_requests_over_the_limit_are_not_taken() -> None:
         most = 1 + client_connection._MOST_QUEUED
         assert len(made.seen) == most and statuses(got) == [200] * most
         assert got.count(CLOSE) == 1 and CLOSE in got[got.rindex(b"HTTP/1.1") :]
+
+
+LONG_HEADS = [post(b"", more=b"X-A: %b\r\n" % (b"a" * 60_000)) for _ in range(20)]
+LONG_BODIES = [post(b"a" * 60_000) for _ in range(20)]
+TINY_CHUNKS = [
+    b"POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    + b"2\r\nab\r\n" * 30_000
+    + b"0\r\n\r\n"
+] * 20
+
+
+def taken_bytes() -> int:
+    """Memory that the code of connections takes."""
+    mine = tracemalloc.Filter(True, "*/kvconnect/router/http/*")
+    traces = tracemalloc.take_snapshot().filter_traces([mine])
+    return sum(each.size for each in traces.statistics("filename"))
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("flood", [LONG_HEADS, LONG_BODIES, TINY_CHUNKS])
+@on_loop
+async def test_what_waits_for_an_earlier_answer_is_bounded(
+    flood: list[bytes], bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not bounded:
+        monkeypatch.setattr(client_connection, "_MOST_WAITING", 2**40)
+        monkeypatch.setattr(client_connection, "HELD_BYTES", 2**40)
+    async with world() as made:
+        made.hold = asyncio.Event()
+        reader, writer = await asyncio.open_connection("127.0.0.1", made.port)
+        writer.write(GET)
+        await until(lambda: bool(made.seen))
+        (connection,) = made.connections.open
+        tracemalloc.start()
+        writer.writelines(flood)
+        await until(lambda: not connection._reading or not connection._taking)
+        taken = taken_bytes()
+        tracemalloc.stop()
+        assert (taken < 640 * 1024) is bounded, taken
+        assert connection._waiting
+        made.hold.set()
+        answered = 1 + len(connection._queued)
+        await until(lambda: len(made.seen) >= answered)
+        await until(lambda: not connection._waiting)
+        assert statuses(await reader.read(10_000))[0] == 200
+        writer.close()
+
+
+@on_loop
+async def test_who_has_most_waiting_is_closed_if_all_have_too_much() -> None:
+    async with world(memory=100_000) as made:
+        made.hold = asyncio.Event()
+        small = asyncio.create_task(made.ask(GET + post(b"a" * 20_000), until_closed=True))
+        await until(lambda: len(made.seen) == 1)
+        (kept,) = made.connections.open
+        large = asyncio.create_task(made.ask(GET + post(b"a" * 90_000), until_closed=True))
+        assert await large == b"" and made.refused == ["memory"]
+        assert made.connections.open == {kept}
+        made.hold.set()
+        await until(lambda: kept._serving is None)
+        kept.end_soon()
+        assert statuses(await small) == [200, 200]
+        assert not made.connections.limits._waiting
 
 
 @on_loop

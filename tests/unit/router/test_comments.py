@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from typing import Any
 
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from kvconnect.errors import ConfigError
 from kvconnect.router.options import Listening, RouterLimits
@@ -113,6 +115,40 @@ async def test_control_without_the_flag_and_for_other_answers_there_are_none() -
     async with bench([FakeEngine(prefills)], [FakeEngine(slowly)], **OFTEN) as router:
         assert json.loads((await router.post(ASK)).body)
         assert COMMENT in (await router.post(STREAM)).body
+
+
+@on_loop
+async def test_an_answer_that_is_never_a_stream_has_none() -> None:
+    async def slowly(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> Any:
+        await asyncio.sleep(0.3)
+        return web.json_response({"data": []})
+
+    d = FakeEngine(decodes)
+    d.extra["/v1/embeddings"] = slowly
+    async with bench([FakeEngine(prefills)], [d], **OFTEN) as router:
+        answer = await router.post({"input": "a", "stream": True}, "/v1/embeddings")
+        assert (answer.status, json.loads(answer.body)) == (200, {"data": []})
+
+
+@on_loop
+async def test_none_follows_a_whole_answer_that_its_client_reads_slowly() -> None:
+    """It would be the answer to the connection's next request."""
+    whole = {"choices": [], "filler": "a" * 900_000}
+    async with bench([FakeEngine(prefills)], [FakeEngine(says(200, whole))], **OFTEN) as router:
+        port, body = URL(router.url).port, json.dumps(STREAM).encode()
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+        client.sendall((head % len(body) + body) * 8)  # more than the system takes
+        await asyncio.sleep(0.5)  # longer than a comment waits
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+        client.sendall(b"GET /live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        reader, writer = await asyncio.open_connection(sock=client)
+        got = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        assert len(re.findall(rb"HTTP/1\.1 \d\d\d ", got)) == 9, got[-300:]
+        assert got.endswith(b'{"status": "ok"}') or got.endswith(b'{"status":"ok"}')
 
 
 @pytest.mark.parametrize(

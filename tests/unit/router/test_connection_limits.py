@@ -91,16 +91,16 @@ async def test_control_without_the_limit_others_are_kept_out(tmp_path: Path) -> 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=80))
 def test_connections_are_counted_in_and_out(steps: list[tuple[str, bool]]) -> None:
     refused: list[str] = []
-    limit = ConnectionLimits(32, refused.append)
-    inside: dict[object, str] = {}
+    limit = ConnectionLimits(32, 0, refused.append)
+    inside: dict[Ended, str] = {}
     for address, opens in steps:
         mine = [each for each, of in inside.items() if of == address]
         if not opens:
-            connection = mine[0] if mine else object()  # one that was refused
+            connection = mine[0] if mine else Ended()  # one that was refused
             limit.closed(connection)
             inside.pop(connection, None)
             continue
-        connection, before = object(), len(refused)
+        connection, before = Ended(), len(refused)
         taken = limit.opened(connection, address)
         room = len(mine) < limit.most_of_address and len(inside) < limit.most
         assert taken == room
@@ -112,7 +112,39 @@ def test_connections_are_counted_in_and_out(steps: list[tuple[str, bool]]) -> No
     assert not limit._of_address and not limit._address_of
 
 
+class Ended:
+    """A connection that notes its end."""
+
+    def __init__(self) -> None:
+        self.ended = False
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), max_size=60))
+def test_what_waits_on_connections_is_bounded(steps: list[tuple[int, int]]) -> None:
+    refused: list[str] = []
+    limit = ConnectionLimits(32, 100, refused.append)
+    connections, waiting = [Ended() for _ in range(5)], dict[Ended, int]()
+    for number, nbytes in steps:
+        connection = connections[number]
+        limit.waits(connection, nbytes)
+        waiting[connection] = nbytes
+        while sum(waiting.values()) > 100:
+            largest = max(waiting.values())
+            assert [each.ended for each in waiting if waiting[each] == largest].count(True)
+            gone = next(each for each in waiting if each.ended)
+            assert waiting[gone] == largest
+            del waiting[gone]
+            connections[connections.index(gone)] = Ended()
+        assert not any(each.ended for each in waiting)
+    for connection in connections:
+        limit.closed(connection)
+    assert limit._memory_left == 100 and not limit._waiting
+
+
 @pytest.mark.parametrize(("files", "most", "of_address"), [(1024, 768, 576), (4, 8, 8)])
 def test_shares_of_the_files(files: int, most: int, of_address: int) -> None:
-    limit = ConnectionLimits(files, lambda _: None)
+    limit = ConnectionLimits(files, 0, lambda _: None)
     assert (limit.most, limit.most_of_address) == (most, of_address)

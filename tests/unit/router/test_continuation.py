@@ -73,6 +73,7 @@ def body(asked: dict[str, Any]) -> dict[str, Any] | None:
         ({"nobody_knows": False}, AfterLoss.FIELD),
         ({"stop": "x" * (MOST_HELD + 1)}, AfterLoss.FIELD),
         ({"stop": 5}, AfterLoss.FIELD),
+        ({"stop": ["a"] * 5000}, AfterLoss.FIELD),
         ({"max_tokens": "many"}, AfterLoss.FIELD),
         ({"seed": 1.5}, AfterLoss.FIELD),
     ],

@@ -20,6 +20,7 @@ from tests.fakes.dying_streams import END, HANG, RESET, Death, sent_until
 from tests.fakes.engine import (
     Bench,
     FakeEngine,
+    administered,
     begin_stream,
     bench,
     hurry,
@@ -236,6 +237,30 @@ async def test_where_text_ends_is_asked_if_events_have_several_tokens(serves: bo
         generated = [100 + at for at in range(9)]
         assert questions == ([generated, generated[:6]] if serves else [])
         assert lives.asked[1]["prompt"] == [*PROMPT, *(generated[:6] if serves else [])]
+
+
+@on_loop
+async def test_the_lost_engine_may_be_removed_while_another_is_asked_where_text_ends() -> None:
+    lives, questions = Lives([-3, None], each=3), 0
+    decode = [FakeEngine(lives.answer) for _ in range(3)]
+    async with administered([], decode, handoff="none", continuations=1) as admin:
+
+        async def detokenize(engine: FakeEngine, request: web.Request, body: Any) -> Any:
+            nonlocal questions
+            questions += 1
+            (lost,) = (each for each in decode if each.asked)
+            await admin.ask("DELETE", {"role": "decode", "url": lost.url})
+            await until(lambda: gone(lost))
+            raw = b"".join(TOKENS[id - 100] for id in body["tokens"])
+            return web.json_response({"prompt": raw.decode(errors="replace")})
+
+        async def gone(engine: FakeEngine) -> bool:
+            return not await admin.of(engine.url)
+
+        for engine in decode:
+            engine.extra["/detokenize"] = detokenize
+        assert merged((await admin.router.post(ASK)).body) == whole("/v1/completions")
+        assert questions == 2
 
 
 @on_loop

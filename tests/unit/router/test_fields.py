@@ -146,3 +146,28 @@ async def test_a_router_drops_counts_and_refuses() -> None:
         status, said, _ = await router.post(ask | {"top_q": 1}, headers=headers)
         assert status == 400 and "--pass-field top_q" in json.loads(said)["error"]["message"]
         assert len(d.asked) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/classify", "/score", "/rerank"])
+def test_the_routers_salt_is_left_out_where_sglang_takes_none(path: str) -> None:
+    body = read_body(b'{"model":"m","cache_salt":"T.1","user_field":1}')
+    with pytest.raises(Refused, match="user_field"):
+        permitted(EngineKind.SGLANG, path, body, KEYED)
+    del body["user_field"], body["model"]
+    assert permitted(EngineKind.SGLANG, path, body, KEYED) == ({}, ())
+    for kind, salted in ((EngineKind.VLLM, path), (EngineKind.SGLANG, "/v1/completions")):
+        assert permitted(kind, salted, body, KEYED).body == body
+
+
+@pytest.mark.parametrize(
+    "many", [b'[{"\\u0061":1}%b]' % (b",{}" * 40_000), b'{"\\u0061":1%b}' % (b',"a":0' * 70_000)]
+)
+def test_sampling_parameters_with_too_many_parts_are_refused_before_they_are_decoded(
+    many: bytes,
+) -> None:
+    body = read_body(b'{"text":"a","sampling_params":%b}' % many)
+    with pytest.raises(Refused, match="too many parts: ask about fewer prompts"):
+        permitted(EngineKind.SGLANG, "/generate", body, Permissions())
+    few = read_body(b'{"text":"a","sampling_params":[{"\\u0061":1}%b]}' % (b",{}" * 1_000))
+    found = permitted(EngineKind.SGLANG, "/generate", few, Permissions()).body
+    assert len(json.loads(msgspec.json.encode(found))["sampling_params"]) == 1_001

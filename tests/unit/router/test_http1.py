@@ -11,7 +11,14 @@ import pytest
 import uvloop
 
 from kvconnect.router.connections import pool
-from kvconnect.router.connections.engine_connection import READ_BYTES, BaseUrl, ConnectionLost, read
+from kvconnect.router.connections.engine_connection import (
+    READ_BYTES,
+    BaseUrl,
+    ClosedEarly,
+    ConnectionLost,
+    Unreachable,
+    read,
+)
 from kvconnect.router.connections.http1 import Connection, request_head
 from kvconnect.router.connections.pool import ConnectionPool
 from tests.fakes.engine import on_loop, until
@@ -23,10 +30,12 @@ SILENCE_S = 0.3
 
 class Engine:
     """Answers each request with the next of ``answers``; closes the connection after one that is
-    not whole."""
+    not whole. ``end``: then listens no more."""
 
     def __init__(self, answers: Sequence[bytes]) -> None:
         self.asked = self.connections = self.closed = 0
+        self.end = False
+        self.server: asyncio.Server
         self._answers = answers
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -43,6 +52,8 @@ class Engine:
             pass
         finally:
             self.closed += 1
+            if self.end:
+                self.server.close()
             writer.close()
 
 
@@ -50,7 +61,7 @@ class Engine:
 async def asked(
     engine: Engine, silence_s: float = SILENCE_S
 ) -> AsyncIterator[tuple[ConnectionPool, BaseUrl]]:
-    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+    engine.server = server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     base = BaseUrl.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     client = ConnectionPool(silence_s)
     try:
@@ -73,6 +84,33 @@ async def test_a_request_on_a_kept_connection_that_was_closed_is_repeated() -> N
     engine = Engine([OK, b"", OK])
     async with asked(engine) as (client, base):
         assert [await ask(client, base) for _ in range(2)] == [b"ok", b"ok"]
+    assert (engine.asked, engine.connections) == (3, 2)
+
+
+@on_loop
+async def test_a_request_with_which_an_engine_ended_is_not_repeated() -> None:
+    engine = Engine([OK, b"", OK])
+    async with asked(engine) as (client, base):
+        assert await ask(client, base) == b"ok"
+        engine.end = True
+        with pytest.raises(ClosedEarly):
+            await ask(client, base)
+        with pytest.raises(Unreachable):
+            await ask(client, base)
+    assert (engine.asked, engine.connections) == (2, 1)
+
+
+@on_loop
+async def test_a_request_that_an_engine_had_for_a_while_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_AT_ONCE_S", 0.0)
+    engine = Engine([OK, b"", OK])
+    async with asked(engine) as (client, base):
+        assert await ask(client, base) == b"ok"
+        with pytest.raises(ClosedEarly):
+            await ask(client, base)
+        assert await ask(client, base) == b"ok"
     assert (engine.asked, engine.connections) == (3, 2)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -11,8 +13,10 @@ import pytest
 from kvconnect.errors import Refused
 from kvconnect.router.api_keys import ApiKey
 from kvconnect.router.http.tenants import Tenants
+from kvconnect.router.requests import media
 from kvconnect.router.requests.body import read_body
-from kvconnect.router.requests.media import MOST_STRUCTURE, with_own_media
+from kvconnect.router.requests.json_parts import MOST_PARTS
+from kvconnect.router.requests.media import with_own_media
 
 IMAGE = {"type": "image_url", "image_url": None, "uuid": "cat"}
 KEYS = (ApiKey("sk-0123456789abcdef"), ApiKey("sk-4a7f0c2be19d4e5f"))
@@ -71,11 +75,45 @@ def test_numbers_and_other_fields_keep_their_bytes() -> None:
 
 
 def test_a_field_with_too_many_parts_is_refused_before_it_is_decoded() -> None:
-    many = b"[]," * MOST_STRUCTURE
+    many = b"[]," * MOST_PARTS
     with pytest.raises(Refused, match="too many parts"):
         own(b'{"messages":[%b{"uuid":"cat"}]}' % many)
-    long = b'"' + b"[{," * MOST_STRUCTURE + b'"'
+    long = b'"' + b"[{," * MOST_PARTS + b'"'
     assert own(b'{"messages":[%b,{"uuid":"cat"}]}' % long)["messages"][1] == {"uuid": "T.cat"}
+
+
+def peak_of(pattern: re.Pattern[bytes], raw: bytes, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most memory that a body takes while its identities are found."""
+    monkeypatch.setattr(media, "_STRING", pattern)
+    body = read_body(raw)
+    tracemalloc.start()
+    with_own_media(body, "T")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+@pytest.mark.parametrize("text", [b"A" * 1_000_000, b"\\n" * 500_000])
+def test_a_long_text_beside_an_identity_takes_little_memory(
+    text: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = b'{"messages":[{"uuid":"cat"},"%b"]}' % text
+    assert peak_of(media._STRING, raw, monkeypatch) < 3 * len(raw)
+    going_back = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)  # the control
+    assert peak_of(going_back, raw, monkeypatch) > 30 * len(raw)
+
+
+@pytest.mark.parametrize(("before", "after"), [(b"[", b"]"), (b'{"a":', b"}")])
+def test_an_identity_that_is_nested_deep_is_refused(before: bytes, after: bytes) -> None:
+    part = b'{"uuid":"cat"}'
+    levels = media._DEEPEST - 1  # the part is one, too
+    kept = own(b'{"messages":%b%b%b}' % (before * levels, part, after * levels))
+    assert '"uuid": "T.cat"' in json.dumps(kept)
+    levels += 1
+    with pytest.raises(Refused, match="below 16 lists and objects"):
+        own(b'{"messages":%b%b%b}' % (before * levels, part, after * levels))
+    deep = b'{"messages":%b"cat"%b}' % (before * levels, after * levels)
+    assert own(deep) == json.loads(deep)  # without an identity
 
 
 def test_vllm_keeps_the_images_of_tenants_apart() -> None:

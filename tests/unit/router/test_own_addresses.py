@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from kvconnect.errors import ConfigError
+from kvconnect.router.http.own_address import MOST_CONNECTIONS
 from kvconnect.router.options import AdminAccess, Listening, RouterOptions
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.fakes.router_process import running
@@ -74,6 +75,27 @@ async def test_the_admin_api_has_the_certificate_of_clients(tmp_path: Path) -> N
         async with running(log, **admin):  # control: without the flag it is plain HTTP
             address = f"127.0.0.1:{await port_of('admin API', log)}/workers"
             assert await status(client, f"http://{address}") == 200
+
+
+@on_loop
+async def test_an_address_of_metrics_takes_few_connections(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with running(log, KVCONNECT_ROUTER_METRICS_PORT="0") as router:
+        port = await port_of("metrics", log)
+        idle = [
+            await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_CONNECTIONS + 1)
+        ]
+        assert (await idle[-1][0].read()).startswith(b"HTTP/1.1 503 ")
+        assert await router.post() == 200
+        for _, writer in idle:
+            writer.close()
+        url = f"http://127.0.0.1:{port}/metrics"
+
+        async def served() -> bool:
+            async with router.client.get(url) as answer:
+                return answer.status == 200
+
+        await until(served)
 
 
 def test_an_address_of_metrics_needs_a_port() -> None:

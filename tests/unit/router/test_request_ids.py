@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from kvconnect.errors import Refused
 from kvconnect.router.requests.body import read_body
 from kvconnect.router.requests.request_ids import (
     RESPONSE_ID,
@@ -81,3 +82,27 @@ async def test_a_client_sees_its_own_id_and_the_engine_another() -> None:
                 assert said.count(b'"%b"' % shown) == (2 if stream else 1)
                 assert not own or sent.encode() not in said
                 assert not stream or said.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_long_id_and_too_many_are_refused() -> None:
+    """An answer has a client's id many times."""
+
+    def ids(own: Any) -> ClientIds | None:
+        return client_ids(read_body(json.dumps({RID: own}).encode()), RID, RANDOM)
+
+    for own in ("a" * 256, ["a", "b" * 256], ["a"] * 60_000):
+        assert ids(own) is not None
+    for own in ("a" * 257, ["a", "b" * 257]):
+        with pytest.raises(Refused, match="rid has more than 256 characters"):
+            ids(own)
+    with pytest.raises(Refused, match="too many parts"):
+        ids(["a"] * 70_000)
+
+
+@on_loop
+async def test_a_long_id_is_the_clients_fault() -> None:
+    d = FakeEngine(tells_its_id)
+    d.settings = ",engine=sglang"
+    async with bench([], [d], handoff="none") as router:
+        status, said, _ = await router.post({"text": "a", "rid": "a" * 257}, "/generate")
+        assert status == 400 and b"256" in said and not d.asked

@@ -122,6 +122,25 @@ async def test_a_request_that_ends_engines_reaches_two() -> None:
         assert (await router.post(DEADLY | {"prompt": "good"})).status == 200
 
 
+async def ends(engine: FakeEngine, request: web.Request, body: dict[str, Any]) -> Any:
+    """Ends of a poisonous prompt, as a process does: it listens no more, either."""
+    if body["prompt"] == "POISON":
+        await engine.stop_listening()
+    return await dies(engine, request, body)
+
+
+@on_loop
+async def test_a_request_that_ends_engines_over_kept_connections_reaches_two() -> None:
+    engines = [FakeEngine(ends) for _ in range(5)]
+    async with bench([], engines, handoff="none") as router:
+        while not all(engine.asked for engine in engines):
+            assert (await router.post(DEADLY | {"prompt": "good"})).status == 200
+        before = sum(len(engine.asked) for engine in engines)
+        assert (await router.post(DEADLY)).status == 502
+        assert sum(len(engine.asked) for engine in engines) == before + 2
+        assert await router.metric("withheld_retries_total", reason="deadly") == 1
+
+
 @on_loop
 async def test_the_loss_of_an_engine_of_two_is_hidden() -> None:
     bad, good = FakeEngine(dies), FakeEngine(decodes)
