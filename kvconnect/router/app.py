@@ -86,6 +86,7 @@ class RouterApp:
         caches = Caches(rules)
         self._fleet = Fleet(options, _FleetObserver(self._metrics, caches))
         self._turns = itertools.count()
+        self._supervisor = Supervisor(self._metrics.count)
         self._client = ConnectionPool(options.limits.silence_s)
         self._membership = Membership(
             options, self._fleet, self._client, self._metrics, caches.indexes
@@ -109,7 +110,7 @@ class RouterApp:
             RequestReader(limits.body_bytes, prefix=bool(caches.indexes)),
             caches,
             RouterSpans(),
-            DrainingPrefills(Supervisor(self._metrics.count)),
+            DrainingPrefills(self._supervisor),
             self._membership.receipts,
             Retries(),
         )
@@ -199,7 +200,7 @@ class RouterApp:
         switch = RoleSwitch(self._membership, self._fleet)
         drain_s = self._options.limits.drain_s
         work = AutoRoles(self._fleet, switch, self._metrics, drain_s).run
-        return Supervisor(self._metrics.count).keep(TaskKind.ROLES, "the fleet", work)
+        return self._supervisor.keep(TaskKind.ROLES, "the fleet", work)
 
     @asynccontextmanager
     async def _reading_again(self) -> AsyncIterator[None]:
@@ -212,7 +213,7 @@ class RouterApp:
         if (tls := self._tls) is not None:
             files = WatchedFiles((at.cert, at.key), lambda: take_certificate(tls, at.cert, at.key))
             watched.append(files)
-        keep = Supervisor(self._metrics.count).keep
+        keep = self._supervisor.keep
         task = keep(TaskKind.CREDENTIALS, "this router", partial(credentials.follow, watched))
         try:
             yield
@@ -300,7 +301,9 @@ class RouterApp:
         asked = time.monotonic()
         while self._scraped_at < asked:
             if self._scraping is None or self._scraping.done():
-                self._scraping = asyncio.create_task(self._scrape())
+                self._scraping = self._supervisor.once(
+                    TaskKind.SCRAPE, "the metrics", self._scrape()
+                )
             await asyncio.shield(self._scraping)  # goes on when who asked has left
         return self._scraped
 

@@ -31,6 +31,7 @@ class TaskKind(StrEnum):
     HANDOFFS = "handoffs"  # starts hand-off probes that are due
     HANDOFF = "handoff"  # one hand-off probe
     CREDENTIALS = "credentials"  # reads changed files of keys, tokens and certificates again
+    SCRAPE = "scrape"  # makes the text of the metrics
     SOURCE = "source"  # follows a source of engines
     REMOVE = "remove"  # removes an engine after its last request
     ROLES = "roles"  # changes roles as the load asks for it

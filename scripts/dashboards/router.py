@@ -97,7 +97,7 @@ _REQUESTS = PanelRow(
             "Connections of clients that were refused",
             "reqps",
             (Query(rate(router("refused_connections_total"), "reason"), "{{reason}}"),),
-            about="address: one has too many. files: all together have. memory: too much waits on them.",
+            about="address: one has too many. files: all together have. memory: too much waits.",
         ),
         Panel(
             "Streams that native code gave back",

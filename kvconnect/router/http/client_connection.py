@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import cast
 
 from kvconnect.router.http.connection_limits import BUSY, ConnectionLimits
 from kvconnect.router.http.http_parser import HttpParser
 from kvconnect.router.http.http_request import HELD_BYTES, HttpError, HttpRequest
 from kvconnect.router.http.http_response import HttpResponse, ResponseHeads, error_response
+from kvconnect.router.http.queued_requests import QueuedRequests
 from kvconnect.router.http.response_writer import ResponseWriter
 from kvconnect.router.http.tenants import network_of
 
@@ -25,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 LINGER_S = 10.0
 """Time for the rest of a body that was refused: who closes earlier loses the answer to it."""
-_MOST_QUEUED = 16  # requests that came before the answer to an earlier one
-_MOST_WAITING = 4 * HELD_BYTES
-"""Bytes of queued requests, from which on no further one is taken."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 Handler = Callable[[HttpRequest], Awaitable[HttpResponse | None]]
@@ -77,8 +75,7 @@ class ClientConnection(asyncio.Protocol):
         self._deaf = False  # what is received is ignored
         self._taking = True  # further requests are taken
         self._lingers = False  # the client has its last answer, and may still send
-        self._queued: deque[HttpRequest] = deque()
-        self._waiting = 0  # bytes that wait: of queued requests, and of a head that is not complete
+        self._queued = QueuedRequests(partial(shared.limits.waits, self))
         self._serving: HttpRequest | None = None
         self._task: asyncio.Task[None] | None = None
         self._continues = False  # the client waits for leave to send its body
@@ -128,9 +125,9 @@ class ClientConnection(asyncio.Protocol):
             self._take_no_more()
         elif parser.bad:
             self._refuse()
-        self._count_waiting()
+        self._queued.count(parser.held)
         held = parser.incoming is not None and parser.incoming.content.held > HELD_BYTES
-        if held or self._full:
+        if held or self._queued.full:
             self._pause()
 
     # Called by the parser
@@ -143,9 +140,7 @@ class ClientConnection(asyncio.Protocol):
         request.remote, request.secure = self._address, self._secure
         if self._serving is None:
             self._start(request)
-        elif len(self._queued) < _MOST_QUEUED and self._queued_bytes() < _MOST_WAITING:
-            self._queued.append(request)
-        else:  # its client may send it again on a new connection
+        elif not self._queued.add(request):  # its client may send it again on a new connection
             self._take_no_more()
             return False
         return True
@@ -221,8 +216,8 @@ class ClientConnection(asyncio.Protocol):
         elif not request.keep_alive:
             self._close()
         elif self._queued:
-            self._start(self._queued.popleft())
-            self._count_waiting()
+            self._start(self._queued.take())
+            self._queued.count(self._parser.held)
             self._resume()
         elif self._parser.bad:
             self._reject()
@@ -253,7 +248,7 @@ class ClientConnection(asyncio.Protocol):
     def _take_no_more(self) -> None:
         """Take no further request. The last answer says that the connection ends with it."""
         self._taking = False
-        last = self._queued[-1] if self._queued else self._serving
+        last = self._queued.last or self._serving
         if last is not None:
             last.keep_alive = False
 
@@ -286,24 +281,8 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(_CONTINUE)
         self._resume()
 
-    @property
-    def _full(self) -> bool:
-        """Whether enough requests wait for the answer to an earlier one."""
-        queued = self._queued
-        return bool(queued) and (len(queued) >= _MOST_QUEUED or self._queued_bytes() > HELD_BYTES)
-
-    def _queued_bytes(self) -> int:
-        return sum(each.held for each in self._queued)
-
-    def _count_waiting(self) -> None:
-        """Count what waits; the account may close this connection or another one."""
-        waiting = self._parser.held + (self._queued_bytes() if self._queued else 0)
-        if waiting != self._waiting:
-            self._waiting = waiting
-            self._shared.limits.waits(self, waiting)
-
     def _resume(self) -> None:
-        if not self._reading and not self._full:
+        if not self._reading and not self._queued.full:
             self._reading = True
             self._transport.resume_reading()
 

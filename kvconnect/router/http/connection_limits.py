@@ -26,7 +26,7 @@ BUSY = (
 )
 
 
-class Connection(Protocol):
+class Endable(Protocol):
     """A client's connection; hashed by identity."""
 
     def end(self) -> object:
@@ -43,13 +43,13 @@ class ConnectionLimits:
         self.most = max(_LEAST, int(files * _CLIENTS_SHARE))
         self.most_of_address = max(_LEAST, int(self.most * _ADDRESS_SHARE))
         self._refused = refused
-        self._waiting: dict[Connection, int] = {}
+        self._waiting: dict[Endable, int] = {}
         self._memory_left = memory
-        self._address_of: dict[Connection, str] = {}
+        self._address_of: dict[Endable, str] = {}
         self._of_address: Counter[str] = Counter()
         self._warn_at = 0.0
 
-    def opened(self, connection: Connection, address: str) -> bool:
+    def opened(self, connection: Endable, address: str) -> bool:
         """Count a connection; return False for one too many."""
         if self._of_address[address] >= self.most_of_address:
             self._refuse("address", f"{address} has {self.most_of_address} connections{_FILES}")
@@ -61,7 +61,7 @@ class ConnectionLimits:
         self._of_address[address] += 1
         return True
 
-    def waits(self, connection: Connection, nbytes: int) -> None:
+    def waits(self, connection: Endable, nbytes: int) -> None:
         """Record the bytes that wait on a connection: heads that are not complete, and requests
         before whose answer others are due. While all take too much, end the one with the most."""
         self._memory_left += self._waiting.pop(connection, 0) - nbytes
@@ -73,7 +73,7 @@ class ConnectionLimits:
             self._refuse("memory", "requests that wait on them take too much memory")
             largest.end()
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: Endable) -> None:
         """Count a connection out that was counted in."""
         self._memory_left += self._waiting.pop(connection, 0)
         address = self._address_of.pop(connection, None)

@@ -1,4 +1,4 @@
-"""How many parts of a client's JSON are decoded into objects, which take many times its bytes. Pure."""
+"""A limit of parts of JSON that become objects, which take many times its bytes. Pure."""
 
 from __future__ import annotations
 

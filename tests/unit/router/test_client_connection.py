@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnect.router.http import client_connection
+from kvconnect.router.http import client_connection, queued_requests
 from kvconnect.router.http.client_connection import ClientConnection, ClientConnections
 from kvconnect.router.http.connection_limits import ConnectionLimits
 from kvconnect.router.http.http_request import HttpError, HttpRequest
@@ -148,7 +148,7 @@ async def test_pipelined_requests_over_the_limit_are_not_taken() -> None:
         await until(lambda: bool(made.seen))
         made.hold.set()
         got = await asking
-        most = 1 + client_connection._MOST_QUEUED
+        most = 1 + queued_requests.MOST_QUEUED
         assert len(made.seen) == most and statuses(got) == [200] * most
         assert got.count(CLOSE) == 1 and CLOSE in got[got.rindex(b"HTTP/1.1") :]
 
@@ -176,7 +176,8 @@ async def test_what_waits_for_an_earlier_answer_is_bounded(
     flood: list[bytes], bounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not bounded:
-        monkeypatch.setattr(client_connection, "_MOST_WAITING", 2**40)
+        for name in ("MOST_BYTES", "HELD_BYTES"):
+            monkeypatch.setattr(queued_requests, name, 2**40)
         monkeypatch.setattr(client_connection, "HELD_BYTES", 2**40)
     async with world() as made:
         made.hold = asyncio.Event()
@@ -190,11 +191,11 @@ async def test_what_waits_for_an_earlier_answer_is_bounded(
         taken = taken_bytes()
         tracemalloc.stop()
         assert (taken < 640 * 1024) is bounded, taken
-        assert connection._waiting
+        assert connection._queued._waiting
         made.hold.set()
         answered = 1 + len(connection._queued)
         await until(lambda: len(made.seen) >= answered)
-        await until(lambda: not connection._waiting)
+        await until(lambda: not connection._queued._waiting)
         assert statuses(await reader.read(10_000))[0] == 200
         writer.close()
 
