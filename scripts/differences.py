@@ -22,6 +22,7 @@ from kvconnect.types import Rank
 
 CONNECT, REQUEST = "when they connect", "at the request"
 FOUND, OTHER = "found", "not found"
+_TYPES = ("dtype", "cache_dtype", "compute_dtype", "quantization")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Engine:
         form = dict(self.form)
         records = RecordFormat(
             model=f"{form['model']} {form['architecture']} {self.files} {self.declared}",
-            dtype=f"{form['dtype']} {form['cache_dtype']}",
+            dtype=" ".join(str(form.get(name)) for name in _TYPES),
             layers=tuple(range(self.layers)),
             tokens=self.block_tokens,
             heads=self.kv_heads,
@@ -110,6 +111,7 @@ def with_form(**values: Any) -> Engine:
     return replace(BASE, form=tuple({**dict(BASE.form), **values}.items()))
 
 
+_EIGHT_BITS = {"cache_dtype": "fp8", "dtype": "uint8"}
 LINES: dict[str, Engine | tuple[Engine, Engine]] = {
     "weights: other files": replace(BASE, files="d2a9"),
     "weights: one side was updated, to a declared version": replace(BASE, declared="step-200"),
@@ -120,7 +122,12 @@ LINES: dict[str, Engine | tuple[Engine, Engine]] = {
     "image or other media": replace(BASE, media="image"),
     "salt": replace(BASE, salt="tenant"),
     "`--dtype`": with_form(dtype="float16"),
+    "`--dtype`, with an 8-bit cache on both": (
+        with_form(**_EIGHT_BITS, compute_dtype="bfloat16"),
+        with_form(**_EIGHT_BITS, compute_dtype="float16"),
+    ),
     "`--kv-cache-dtype`": with_form(cache_dtype="fp8"),
+    "`--quantization` of weights that have none": with_form(quantization="fp8"),
     "block size, one divides the other": replace(BASE, block_tokens=64),
     "block size, neither divides the other": replace(BASE, block_tokens=48),
     "block size, pages that are packed as a whole": (

@@ -92,13 +92,13 @@ def weights_digest(folder: Path, consolidated: bool = False) -> str:
 def model_folder(model: str, revision: str | None, cache: str | None = None) -> Path | None:
     """Return the local folder of a model's files, or its one file; None if they are not on this
     machine. ``cache``: where the engine keeps downloaded models, if not at the usual place."""
-    if Path(model).exists():
-        return Path(model)
     try:
+        if Path(model).exists():
+            return Path(model)
         return Path(
             snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
         )
-    except (ValueError, OSError):  # not downloaded, or not a valid model name
+    except (ValueError, OSError):  # not downloaded, not a valid name, or its disk does not answer
         return None
 
 
@@ -107,21 +107,29 @@ def model_name(
     revision: str | None,
     overrides: Mapping[str, object],
     configuration: str = "config.json",
+    *,
+    cache: str | None = None,
+    consolidated: bool = False,
 ) -> str:
     """Return a name for a model that is the same in all engines.
 
     The name has digests of the weights, and of the configuration with the engine's ``overrides``.
+    ``cache`` and ``consolidated``: see :func:`model_folder` and :func:`weight_files`.
 
     Raises:
         Incompatible: no weight files are on this machine.
         OSError: the files cannot be read.
     """
-    folder = model_folder(model, revision)
-    weights = weights_digest(folder) if folder else ""
+    folder = model_folder(model, revision, cache)
+    weights = weights_digest(folder, consolidated) if folder else ""
     if not folder or not weights:
         raise Incompatible(f"no weight files of {model} are here")
-    path = folder / configuration
+    # Engines download only weights to a place of their own.
+    usual = model_folder(model, revision) if cache else folder
+    path = (usual or folder) / configuration
     known = path.read_bytes() if path.is_file() else b""
+    if cache and not known:
+        raise Incompatible(f"no {configuration} of {model} is here")
     changes = json.dumps(overrides, sort_keys=True, default=str).encode()
     digest = blake2b(changes, digest_size=16, person=b"kvconnect.model1")
     digest.update(b"\0" + known)
@@ -150,10 +158,18 @@ def loaded_files(
         return ""
 
 
-def weights_name(model: str, revision: str | None, dummy: bool) -> str:
+def weights_name(
+    model: str,
+    revision: str | None,
+    dummy: bool,
+    *,
+    cache: str | None = None,
+    consolidated: bool = False,
+) -> str:
     """Return the digest of a model's weights. Without weight files on this machine, or with
-    ``dummy`` weights (not read from files), return the model's name and revision."""
-    weights = "" if dummy else loaded_files(model, revision)
+    ``dummy`` weights (not read from files), return the model's name and revision. ``cache`` and
+    ``consolidated``: see :func:`model_folder` and :func:`weight_files`."""
+    weights = "" if dummy else loaded_files(model, revision, cache, consolidated)
     if not weights:
         logger.warning("no weight files of %s are here: stored blocks go by its name", model)
     return weights or f"{model}@{revision}"

@@ -33,6 +33,7 @@ REFUSAL_FIELDS = frozenset(
         *("page_tokens", "splittable", "kv_heads", "heads", "row_bytes", "layers", "format"),
         *("model", "architecture", "dtype", "cache_dtype", "packing", "tokens_ahead", "other"),
         *("transport", "rate", "prompt", "weights", "tls", "address"),
+        *("compute_dtype", "quantization"),
     }
 )
 """Every ``field`` of a :class:`Refused` between engines, and every cause of a connection that was

@@ -201,7 +201,7 @@ class TierPlan:
         job = finished.job
         if job.req_id is None:
             pairs = zip(job.slots, finished.found, strict=True)
-            failed = [slot for slot, tier in pairs if not tier]
+            failed = [slot for slot, tier in pairs if not tier and not finished.stale]
             self.write_backs.ended(job.slots, finished.timed_out, failed)
             self._ended_slots.extend(job.slots)
         elif len(job.slots):

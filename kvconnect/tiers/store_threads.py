@@ -55,7 +55,7 @@ class StoreThreads:
         self._late: set[StoreCall] = set()
         self._late_blocks = 0  # not yet taken by take_late_blocks
         self._breaker = CircuitBreaker(1, trial_factor=2)
-        self._to_start = threads
+        self._threads = self._to_start = threads
         self._idle = 0
         self._closed = False
 
@@ -68,12 +68,13 @@ class StoreThreads:
             if self._closed or self._late or full or not self._breaker.enter(now):
                 return False
             self._queue.append(call)
-            if self._idle >= len(self._queue) or not self._to_start:
-                self._changed.notify()
-                return True
-            self._to_start -= 1
-        make(ThreadKind.TIER, f"kvconnect-{self._name}", self._work).start()
-        return True
+            if self._idle < len(self._queue) and self._to_start:
+                self._start(now)
+            if self._to_start == self._threads:  # there is none
+                self._queue.pop()
+                return False
+            self._changed.notify()
+            return True
 
     def drop_expired(self) -> None:
         """End the queued calls that expired; end all queued calls if a call is late."""
@@ -117,6 +118,17 @@ class StoreThreads:
                 self._changed.wait(min(self._late_s / 10, 1.0))
             return True
 
+    def _start(self, now: float) -> None:
+        """Start a thread. If the system has no more, the calls are left to those there; without
+        any, the store is tried again with back-off. The caller holds the lock."""
+        try:
+            make(ThreadKind.TIER, f"kvconnect-{self._name}", self._work).start()
+            self._to_start -= 1
+        except RuntimeError as error:
+            if self._to_start == self._threads:
+                logger.warning("%s: %s; the tier is not used for now", self._name, error)
+                self._breaker.failed(now)
+
     def _mark_late(self, now: float) -> None:
         """Find calls that became late. The caller holds the lock."""
         for call, started in self._running.items():
@@ -138,7 +150,8 @@ class StoreThreads:
                 with contained(partial(failed, ThreadKind.TIER, self._name)):
                     call.run()
                 self._finish(call)
-            call.ended()
+            with contained(partial(failed, ThreadKind.TIER, self._name)):
+                call.ended()
 
     def _next(self) -> StoreCall | None:
         with self._changed:

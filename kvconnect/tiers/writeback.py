@@ -122,8 +122,9 @@ class WriteBacks:
         self._writing -= len(slots)
 
     def clear(self) -> None:
-        """Drop the queue: the keys in it are not valid any more."""
+        """Write back nothing that the slots have now: the keys of it are not valid any more."""
         self._queue.clear()
+        self._state[:] = bytes([_HANDLED]) * len(self._state)
 
     def _add(self, block: _QueuedBlock) -> None:
         if len(self._queue) >= self._max_slots:

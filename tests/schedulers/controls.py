@@ -11,6 +11,7 @@ from kvconnect.engines.vllm import block_names, translate
 from kvconnect.engines.vllm import scheduler as scheduler_half
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
+from kvconnect.engines.vllm.weights import EngineWeights
 from kvconnect.offload.planner import OffloadPlan
 from kvconnect.transport import page_io
 from tests.engines.faulty import send_swapped
@@ -49,6 +50,19 @@ def swapped_keys() -> Iterator[None]:
 def reset_clears_nothing() -> Iterator[None]:
     """A reset leaves the KV of the old weights where it is."""
     with patch.object(KVConnect, "reset_cache", lambda _: True):
+        yield
+
+
+@contextmanager
+def updates_unseen() -> Iterator[None]:
+    """The scheduler does not hear that weights have changed, but looks at them after a reset."""
+    take = EngineWeights.on_reports
+
+    def unseen(weights: EngineWeights, identities: Any) -> bool:
+        take(weights, identities)
+        return False
+
+    with patch.object(EngineWeights, "on_reports", unseen):
         yield
 
 

@@ -353,9 +353,9 @@ class Engine:
 
     # What operators do ----------------------------------------------------------------------
 
-    def reset(self, weights: object, running: bool = False) -> bool:
-        """Reset all caches for new weights, which are used from then on if the engine has done it.
-        Return whether it has; it may refuse while blocks are in use."""
+    def reset(self, weights: object = None, running: bool = False) -> bool:
+        """Reset all caches for new weights, which are used from then on if the engine has done it;
+        none: they stay. Return whether it has; it may refuse while blocks are in use."""
         try:
             done = self.scheduler.reset_prefix_cache(running, True)
         except RuntimeError:  # loads or stores are under way
@@ -363,7 +363,8 @@ class Engine:
         computed = any(request.num_computed_tokens for request in self.scheduler.requests.values())
         if not done or self._queue or computed:
             return False
-        self.change_weights(weights)
+        if weights is not None:
+            self.change_weights(weights)
         return True
 
     def change_weights(self, weights: object) -> None:

@@ -23,6 +23,7 @@ CONTROLS: list[tuple[controls.Control, type[Fault], Callable[..., object], dict[
     (controls.swapped_slots, WrongTokens, run_alone, SMALL),
     (controls.swapped_keys, WrongTokens, run_alone, DISK),
     (controls.reset_clears_nothing, WrongTokens, run_alone, SMALL),
+    (controls.updates_unseen, WrongTokens, run_alone, {**DISK, "resets": True}),
     (controls.nothing_held, WrongTokens, run_alone, {**SMALL, "late": 8}),
     (controls.stored_early, WrongTokens, run_alone, SMALL),
     (controls.salts_ignored, WrongTokens, run_alone, DISK),

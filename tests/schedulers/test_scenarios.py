@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.offload.eviction import s3fifo
 from kvconnect.tiers import search
 from tests.schedulers.checks import WrongStep, WrongTokens, check_at_rest, watch_cost_model
 from tests.schedulers.engine import Engine, Prompt
+from tests.schedulers.fleets import Pair
 from tests.schedulers.shapes import EngineShape
 from tests.schedulers.workload import running, tokens
 
@@ -92,6 +94,41 @@ def test_a_load_that_fails_after_a_reset_stores_nothing_of_former_weights() -> N
         check_at_rest(engine)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"spill": "reused"}])
+def test_weights_that_change_after_a_reset_neither_load_nor_write_former_names(
+    overlap: bool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """A trainer pauses, which resets; the workers find the former weights; it updates these, and
+    no step runs before the next requests."""
+    prompt, other = (Prompt(tokens(Random(n), 6 * BLOCK + 1), new=1) for n in (2, 3))
+    shape = {"blocks": ROOMY, "overlap": overlap, "settings": disk(tmp_path, **settings)}
+    with made(**shape) as engine:
+        for number in range(3):  # with "reused", what is loaded is written
+            engine.run(f"before-{number}", prompt)
+            engine.drain()
+            assert engine.forget_device()
+        assert engine.reset()
+        engine.drain()  # the workers have looked
+        engine.change_weights("new")
+        engine.add("loads", prompt)
+        engine.add("stores", other)
+        engine.drain()
+        for number in range(2):
+            assert engine.forget_device()
+            engine.run(f"again-{number}", other)
+            engine.drain()
+        check_at_rest(engine)
+        assert not engine.counts.get(("prompt_tokens", "disk"))
+    with made(**shape) as engine:  # another engine, with the weights of before
+        engine.run("found", prompt)
+        engine.drain()
+        assert engine.counts["prompt_tokens", "disk"] == 6 * BLOCK
+        engine.run("not-found", other)
+        engine.drain()
+        assert engine.counts["prompt_tokens", "disk"] == 6 * BLOCK
+
+
 def test_a_pause_that_cannot_reset_harms_nobody() -> None:
     """vLLM refuses to reset while a load is under way. Its request goes on after the pause."""
     prompt = Prompt(tokens(Random(2), 130), new=3)
@@ -108,6 +145,27 @@ def test_a_pause_that_cannot_reset_harms_nobody() -> None:
         engine.step_until(lambda: engine.answers["loads"].reason is not None)
         engine.drain()
         check_at_rest(engine)
+
+
+@pytest.mark.parametrize("push", [False, True])
+def test_an_adapter_whose_weights_nobody_knows_is_not_handed_off(
+    push: bool, tmp_path: Path
+) -> None:
+    """As one that a trainer sends as tensors: each engine computes the prompt with its own."""
+    unknown = LoRARequest("poet", 1, str(tmp_path / "nowhere"))
+    prompt = Prompt(tokens(Random(2), 4 * BLOCK + 1), new=3, adapter=unknown)
+    with made(blocks=ROOMY) as prefill, made(2, blocks=ROOMY) as decode:
+        pair = Pair(prefill, decode, Random(4))
+        pair.ask_standing_ticket()
+        pair.start(prompt, push)
+        pair.drain()
+        engines = [prefill, decode] if push else [prefill]  # by pull, there is no ticket
+        for engine in engines:
+            assert engine.counts["handoff_refused", "params"] == 1
+        assert not decode.counts.get(("prompt_tokens", "handoff"))
+        for engine in (prefill, decode):
+            assert {str(answer.reason) for answer in engine.answers.values()} <= {"length"}
+            check_at_rest(engine)
 
 
 @pytest.mark.parametrize("params", ["text", 7, ["list"]])

@@ -164,7 +164,11 @@ class Actions:
         elif dice < 0.41 and self._resets:
             engine.pause()
             engine.drain()
-            engine.reset(self._weights(), running=True)
+            if random.random() < 0.5:
+                engine.reset(self._weights(), running=True)
+            elif engine.reset(running=True):
+                engine.drain()  # the workers look at the weights before these change
+                engine.change_weights(self._weights())
             engine.resume()
 
     def _weights(self) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvconnect.bounded import remember
 from kvconnect.cache.model_identity import adapter_name, model_folder
 from kvconnect.engines.vllm import translate
+from kvconnect.errors import Refused
 from kvconnect.protocol.prompts import PromptIdentity
 
 if TYPE_CHECKING:
@@ -112,9 +113,14 @@ class Adapters:
         return known[1]
 
     def prompt_identity(self, request: Request) -> PromptIdentity:
-        """See :func:`translate.prompt_identity`."""
+        """See :func:`translate.prompt_identity`. Also raises :class:`Refused` if the weights of the
+        request's adapter are not known: the other engine's may be others."""
         lora = request.lora_request
-        return translate.prompt_identity(request, self.contents(lora) if lora else "")
+        contents = self.contents(lora) if lora else ""
+        if lora and not contents:
+            fix = "load it from a folder that each engine can read"
+            raise Refused("params", f"no file tells the weights of adapter {lora.name}: {fix}")
+        return translate.prompt_identity(request, contents)
 
 
 def _files(path: str) -> tuple[_File, ...]:

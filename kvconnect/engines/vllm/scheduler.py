@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, count
@@ -312,16 +311,17 @@ class ConnectorScheduler:
             self.observer.reports_taken(reports)
 
     def _take_weights(self, reports: StepReports, now: float) -> None:
-        """Take which weights the workers have. KV of former ones is neither offered nor shared."""
-        changed = self._weights.on_reports(reports.identities)
+        """Take which weights the workers have. KV of former ones is neither offered nor shared.
+
+        Steps may have computed with the new ones before this report, under former names. It comes
+        before what the first of them found and stored, of which nothing is loaded or written."""
+        changed, tiers = self._weights.on_reports(reports.identities), self.tiers
         if changed:
             self.handoff.leases.withdraw_all(now)
-        if self.tiers is None:
-            return
-        if (name := self._weights.settled()) is not None:
-            self.tiers.name_by(name)
-        elif changed:
-            self.tiers.name_by(os.urandom(16))
+        if changed and tiers is not None:
+            tiers.reset()
+        if tiers is not None and (name := self._weights.settled()) is not None:
+            tiers.name_by(name)
 
     @property
     def _written_first(self) -> WrittenFirst:

@@ -15,6 +15,7 @@ from kvconnect.cache.layout import Geometry
 from kvconnect.cache.model_identity import model_name
 from kvconnect.cache.record_format import RecordFormat, parts
 from kvconnect.engines.vllm import handoff_pages, translate
+from kvconnect.engines.vllm.weights import FILE_FORMATS, prefers_consolidated
 from kvconnect.errors import Incompatible
 
 _ROWS = {"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION"}
@@ -43,7 +44,7 @@ def records_for_all(
     Raises:
         Incompatible: SGLang cannot use the blocks. The message says why.
     """
-    model = config.model_config
+    model, loader = config.model_config, config.load_config
     overrides = model.hf_overrides
     for what, there in (
         ("quantized weights", model.quantization),
@@ -51,7 +52,8 @@ def records_for_all(
         ("overrides made by a function", callable(overrides)),
         ("a configuration from elsewhere", model.hf_config_path),
         ("LongRoPE, which rotates the same tokens in two ways", translate.long_ropes(model)),
-        ("weights without files", config.load_config.load_format == "dummy"),
+        ("weights without files", loader.load_format == "dummy"),
+        ("weights of other files", loader.load_format not in FILE_FORMATS),
     ):
         if there:
             raise Incompatible(what)
@@ -62,7 +64,13 @@ def records_for_all(
     tp = parallel.tensor_parallel_size
     first = parallel.rank % tp * total // tp
     form = RecordFormat(
-        model=model_name(str(model.model), model.revision, dict(overrides)),
+        model=model_name(
+            str(model.model),
+            model.revision,
+            dict(overrides),
+            cache=loader.download_dir,
+            consolidated=prefers_consolidated(loader),
+        ),
         dtype=plain.dtype,
         layers=plain.layers,
         tokens=cache.kv_cache_groups[0].kv_cache_spec.block_size,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.cache.head_shards import HeadUnit, page_units, unit_heads, units
@@ -20,6 +22,7 @@ from kvconnect.cache.record_format import fingerprint
 from kvconnect.engines.vllm import handoff_pages, translate
 from kvconnect.engines.vllm.block_names import named_by_tokens, shared_pages
 from kvconnect.engines.vllm.shared_records import records_for_all
+from kvconnect.engines.vllm.weights import FILE_FORMATS, draft_loader, prefers_consolidated
 from kvconnect.errors import ConfigError, Incompatible, Refused
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.protocol.topology import head_range
@@ -94,14 +97,13 @@ def stored_format(
 
     Stored blocks outlive the engine, so the weights identify the model, not its name.
     """
-    model = vllm_config.model_config
-    dummy = vllm_config.load_config.load_format == "dummy"
+    model, loader = vllm_config.model_config, vllm_config.load_config
     return {
         **translate.handoff_format(vllm_config, kv_cache_config, kv_caches),
         "record": 1,
-        "weights": weights_name(str(model.model), model.revision, dummy),
-        "quantization": str(model.quantization),
-        "draft": _draft(vllm_config.speculative_config),
+        "weights": _weights(model, loader),
+        "quantization": translate.online_quantization(model) or str(model.quantization),
+        "draft": _draft(vllm_config),
         "names": _names(vllm_config, kv_cache_config),
         "blocks": [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
     }
@@ -114,12 +116,29 @@ def _names(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     return str(vllm_config.cache_config.prefix_caching_hash_algo)
 
 
-def _draft(config: Any) -> str:
+def _draft(config: VllmConfig) -> str:
     """Return the draft model's identity: its layers may be cached with the model's own."""
-    model = getattr(config, "draft_model_config", None)
-    if model is None:
+    speculative = config.speculative_config
+    model = getattr(speculative, "draft_model_config", None)
+    if speculative is None or model is None:
         return ""
-    return f"{config.method} {weights_name(str(model.model), model.revision, dummy=False)}"
+    return f"{speculative.method} {_weights(model, draft_loader(config))}"
+
+
+def _weights(model: ModelConfig, loader: LoadConfig) -> str:
+    """Return the identity of the weights that the engine loads for a model."""
+    name = weights_name(
+        str(model.model),
+        model.revision,
+        loader.load_format == "dummy",
+        cache=loader.download_dir,
+        consolidated=prefers_consolidated(loader),
+    )
+    if loader.load_format in FILE_FORMATS:
+        return name
+    extra = json.dumps(loader.model_loader_extra_config, sort_keys=True, default=str)
+    source = hashlib.sha256(extra.encode()).hexdigest()[:16]  # it may hold a store's secrets
+    return f"{name} {loader.load_format} {source}"
 
 
 def _make_disk(cache: _Cache, fields: Mapping[str, Any], settings: DiskSettings) -> Store:

@@ -209,8 +209,9 @@ class TierScheduler:
         return promoted
 
     def reset(self) -> None:
-        """Start a new random scope of keys, shared with no other engine: the weights may change.
-        :meth:`name_by` ends it."""
+        """Start a new random scope of keys, shared with no other engine: the weights may change, or
+        have changed. Nothing that was named before is loaded or written any more. :meth:`name_by`
+        ends the scope."""
         self._names.reset(os.urandom(16))
         self._keys.clear()
         self.plan.reset()

@@ -273,6 +273,7 @@ def handoff_format(
     model = config.model_config
     types = {str(view.dtype).removeprefix("torch.") for view in kv_caches.values()}
     specs = [each for g in cache.kv_cache_groups for each in iter_layer_specs(g.kv_cache_spec)]
+    computed, quantization = str(model.dtype).removeprefix("torch."), online_quantization(model)
     return {
         "model": model.model.rstrip("/").rpartition("/")[2],
         "architecture": _architecture(model.hf_config.to_dict()),
@@ -281,8 +282,19 @@ def handoff_format(
         "packing": "+".join(sorted(packings(config))),
         "long_rope": int(any(model.max_model_len > most for most in long_ropes(model))),
         "tokens_ahead": max(getattr(spec, "extra_retained_tokens", 0) for spec in specs),
+        **({"compute_dtype": computed} if types != {computed} else {}),
+        **({"quantization": quantization} if quantization else {}),
         **state_format(config, cache),
     }
+
+
+def online_quantization(model: ModelConfig) -> str:
+    """Return how vLLM quantises weights as it loads them; "" if it does not, or if the checkpoint
+    says how they are: vLLM has several names for one checkpoint's method."""
+    told, given = model.model_arch_config.quantization_config, model.quantization_config
+    method = "" if told else str(model.quantization or "")
+    details = hashlib.sha256(repr(given).encode()).hexdigest()[:16] if given else ""
+    return f"{method} {details}".strip()
 
 
 def _architecture(fields: Mapping[str, object]) -> str:

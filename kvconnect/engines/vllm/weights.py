@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -21,6 +21,12 @@ from kvconnect.cache.model_identity import loaded_files
 from kvconnect.engines.loaded_weights import LoadedWeights, generation_of
 from kvconnect.engines.vllm.messages import LookAtWeights
 from kvconnect.protocol.identity import Identity, Weights
+
+FILE_FORMATS = {
+    *("auto", "hf", "mistral", "safetensors", "fastsafetensors", "instanttensor"),
+    *("runai_streamer", "dummy"),
+}
+"""Load formats with which an engine loads the files that :func:`loaded_files` reads, or none."""
 
 
 class HoldsWeights(Protocol):
@@ -186,7 +192,8 @@ class WorkerWeights:
 
     def updated(self, *, draft: bool, from_files: bool) -> None:
         """They have been replaced; ``from_files``: by those of the path in vLLM's configuration."""
-        files = _files(self._config, self._config.model_config) if from_files else ""
+        config = self._config
+        files = _files(config.load_config, config.model_config) if from_files else ""
         self._models[draft].updated(files=files)
         self._models[not draft].look()
 
@@ -265,21 +272,31 @@ class EngineWeights:
 
 def _start_weights(config: VllmConfig) -> tuple[Weights, Weights]:
     """Return what is known of the weights that the engine loads, and of its draft model's."""
-    speculative = config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None)
-    return _of_files(config, config.model_config), _of_files(config, draft) if draft else Weights()
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    loaded = _of_files(config.load_config, config.model_config)
+    return loaded, _of_files(draft_loader(config), draft) if draft else Weights()
 
 
-def _of_files(config: VllmConfig, model: Any) -> Weights:
-    if config.load_config.load_format == "dummy":
+def _of_files(loader: LoadConfig, model: ModelConfig) -> Weights:
+    if loader.load_format == "dummy":
         return Weights()
-    files, revision = _files(config, model), model.revision
+    files, revision = _files(loader, model), model.revision
     return Weights(
         files=files, version="" if files or not revision else f"{model.model}@{revision}"
     )
 
 
-def _files(config: VllmConfig, model: Any) -> str:
-    loader = config.load_config
-    consolidated = loader.load_format in ("auto", "mistral")
+def _files(loader: LoadConfig, model: ModelConfig) -> str:
+    consolidated = prefers_consolidated(loader)
     return loaded_files(str(model.model), model.revision, loader.download_dir, consolidated)
+
+
+def draft_loader(config: VllmConfig) -> LoadConfig:
+    """Return how the engine loads its draft model."""
+    own: LoadConfig | None = getattr(config.speculative_config, "draft_load_config", None)
+    return own or config.load_config
+
+
+def prefers_consolidated(loader: LoadConfig) -> bool:
+    """Return whether the engine loads Mistral's files where a model has both kinds."""
+    return loader.load_format in ("auto", "mistral")

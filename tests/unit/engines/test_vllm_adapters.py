@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 
 from kvconnect.engines.vllm import adapters
 from kvconnect.engines.vllm.adapters import Adapters
+from kvconnect.errors import Refused
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -67,6 +71,39 @@ def test_weights_that_are_in_no_file_are_not_known(tmp_path: Path) -> None:
     seen = Adapters()
     assert not seen.trusted(LoRARequest("poet", 1, str(tmp_path / "nowhere")))
     assert not seen.trusted(LoRARequest("poet", 1, str(tmp_path)))
+
+
+def test_a_disk_that_does_not_answer_ends_nothing(
+    poet: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Adapters()
+    assert seen.trusted(poet)
+    seen.next_step()
+
+    def gone(*_: object, **__: object) -> os.stat_result:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", gone)
+        assert not seen.trusted(poet)
+        assert seen.contents(poet) == ""
+        assert not seen.trusted(again(poet, lora_name="painter"))
+    seen.reset()
+    assert seen.trusted(poet), "it is back"
+
+
+def test_a_prompt_with_unknown_weights_is_not_handed_off(poet: LoRARequest, tmp_path: Path) -> None:
+    """Else two engines would take weights that neither knows for the same."""
+    seen, nowhere = Adapters(), LoRARequest("poet", 1, str(tmp_path / "nowhere"))
+    assert seen.prompt_identity(_asking(poet)) == Adapters().prompt_identity(_asking(poet))
+    seen.prompt_identity(_asking(None))
+    with pytest.raises(Refused, match="no file tells the weights of adapter poet") as refused:
+        seen.prompt_identity(_asking(nowhere))
+    assert refused.value.field == "params"
+
+
+def _asking(lora: LoRARequest | None) -> Request:
+    return Request("r", [1, 2, 3], SamplingParams(), None, lora_request=lora)
 
 
 def test_contents_are_the_same_in_all_engines(poet: LoRARequest, tmp_path: Path) -> None:

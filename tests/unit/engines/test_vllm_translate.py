@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.config.quantization import resolve_quantization_config
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.metrics.stats import PrefillStats
@@ -66,17 +68,21 @@ def test_where_rotations_change(rope: Any, most: list[int]) -> None:
     assert long_ropes(model) == most
 
 
-def long_rope_model(max_model_len: int) -> Any:
+def long_rope_model(max_model_len: int, **fields: Any) -> Any:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
-    return SimpleNamespace(
-        model="phi",
-        max_model_len=max_model_len,
-        hf_config=SimpleNamespace(to_dict=dict),
-        hf_text_config=SimpleNamespace(rope_parameters=rope),
-        quantization=None,
-        hf_overrides={},
-        hf_config_path=None,
-    )
+    usual = {
+        "model": "phi",
+        "max_model_len": max_model_len,
+        "dtype": torch.bfloat16,
+        "hf_config": SimpleNamespace(to_dict=dict),
+        "hf_text_config": SimpleNamespace(rope_parameters=rope),
+        "model_arch_config": SimpleNamespace(quantization_config=None),
+        "quantization": None,
+        "quantization_config": None,
+        "hf_overrides": {},
+        "hf_config_path": None,
+    }
+    return SimpleNamespace(**{**usual, **fields})
 
 
 def test_what_engines_of_other_lengths_rotate_is_another_format(
@@ -91,9 +97,52 @@ def test_what_engines_of_other_lengths_rotate_is_another_format(
             model_config=long_rope_model(max_model_len),
             cache_config=SimpleNamespace(cache_dtype="auto"),
         )
-        return translate.handoff_format(settings, cache, {"0": torch.zeros(1)})
+        kept = torch.zeros(1, dtype=torch.bfloat16)
+        return translate.handoff_format(settings, cache, {"0": kept})
 
     assert told(2048) == told(4096) != told(4097) == told(131072)
+
+
+@pytest.fixture
+def form(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str | int]]:
+    """Return the format of an engine whose model has these fields, and whose cache this type."""
+    monkeypatch.setattr(translate, "packings", lambda config: {"rows"})
+    cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec(4))])
+
+    def told(kept: torch.dtype = torch.bfloat16, **fields: Any) -> dict[str, str | int]:
+        settings: Any = SimpleNamespace(
+            model_config=long_rope_model(2048, **fields),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+        )
+        return translate.handoff_format(settings, cache, {"0": torch.zeros(1, dtype=kept)})
+
+    return told
+
+
+def test_engines_that_compute_in_other_types_fill_an_8_bit_cache_with_other_values(
+    form: Callable[..., dict[str, str | int]],
+) -> None:
+    kept = torch.uint8
+    assert form(kept, dtype=torch.float16)["compute_dtype"] == "float16"
+    assert form(kept) == form(kept) != form(kept, dtype=torch.float16)
+    assert "compute_dtype" not in form(), "the cache's own type tells it"
+
+
+def test_weights_that_are_quantised_as_they_are_loaded_are_another_format(
+    form: Callable[..., dict[str, str | int]],
+) -> None:
+    given = [
+        resolve_quantization_config(name, None) for name in ("fp8_per_tensor", "fp8_per_block")
+    ]
+    fields = [
+        {},
+        {"quantization": "fp8"},
+        *({"quantization": "online", "quantization_config": one} for one in given),
+    ]
+    assert len({form(**each).get("quantization") for each in fields}) == len(fields)
+    assert form(**fields[2]) == form(**fields[2])
+    said = {"model_arch_config": SimpleNamespace(quantization_config={"quant_method": "awq"})}
+    assert form(**said, quantization="awq") == form(**said, quantization="awq_marlin")
 
 
 def test_other_engines_do_not_use_what_is_rotated_in_two_ways() -> None:

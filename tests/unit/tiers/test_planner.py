@@ -698,6 +698,31 @@ def test_a_reset_makes_what_is_on_its_way_worthless() -> None:
     assert bench.ready(hashes) == 0 and not bench.index.slots.used
 
 
+@pytest.mark.parametrize("reused", [False, True])
+def test_what_was_stored_before_a_reset_is_never_written_back(reused: bool) -> None:
+    """Also where the host tier keeps it: a key that it gets later names other weights."""
+    bench, hashes = Bench(reused=reused, share=1), prompt("a", 3)
+    bench.store(hashes)
+    slots = bench.index.ready_slots(0, hashes)
+    now = [block_key(bytes([7]) * len(SHARED), 0, each) for each in hashes]
+    if reused:
+        bench.plan.write_backs.loaded(0, slots[0], keys(hashes)[0])
+    (write_back,) = bench.take().write_backs  # of one block; others are queued, or not even that
+    bench.plan.reset()
+    assert not bench.plan.write_backs.waiting(slots)
+    bench.plan.on_answer(TierAnswer(write_back.job, b"\0"), 0.0)  # it failed
+    for block, slot, key in zip(hashes, slots, now, strict=True):
+        bench.plan.write_backs.demoted(0, block, key)
+        bench.plan.write_backs.loaded(0, slot, key)
+    assert bench.step().write_backs == []
+    later = prompt("b", 1)
+    bench.store(later)  # control
+    if reused:
+        (slot,) = bench.index.ready_slots(0, later)
+        bench.plan.write_backs.loaded(0, slot, keys(later)[0])
+    assert [list(each.keys) for each in bench.step().write_backs] == [keys(later)]
+
+
 def test_answers_that_nobody_asked_for_change_nothing() -> None:
     bench, hashes = Bench(), prompt("a", 2)
     bench.stored = dict.fromkeys(keys(hashes), 1)

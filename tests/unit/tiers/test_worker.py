@@ -203,6 +203,32 @@ def test_a_store_that_raises_finds_nothing_and_the_next_job_is_done(bench: Bench
     assert bench.do(prefetch([0], [1])) == b"\0"
 
 
+def test_a_system_without_threads_ends_no_engine(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call is refused where its tier has no thread; else those that are there make it."""
+
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    bench.fill(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        assert bench.do(write_back([0])) == b"\0"
+        assert bench.do(LookupBlocks(JOB, (key(0),))) == b"\0"
+    bench.now += 1.0  # tried again
+    assert bench.do(write_back([0])) == bytes([DISK])
+    bench.disk.gate.clear()
+    bench.fill(1)
+    bench.fill(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        bench.tiers.submit([write_back([1]), write_back([2])])  # one thread each
+        assert bench.tiers.poll() == []
+        bench.disk.gate.set()
+        assert [bench.next_answer().found for _ in range(2)] == [bytes([DISK])] * 2
+
+
 def test_past_its_deadline_a_job_moves_nothing(bench: Bench) -> None:
     for slot in range(3):
         bench.fill(slot)
