@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ RANKS = HiCacheStorageConfig(
 )
 
 Make = Callable[..., KVConnectStorage]
+T = TypeVar("T")
 
 
 @contextmanager
@@ -94,6 +96,12 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         storage.pages.store.index.check()
         storage.close()
         storage.close()
+
+
+def elsewhere(call: Callable[..., T], *args: Any) -> T:
+    """Call what HiCache calls on a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call, *args).result()
 
 
 def pages_of(pool: Any, numbers: range) -> list[bytes]:

@@ -28,9 +28,10 @@ from sglang.srt.disaggregation.decode import (
     DecodeTransferQueue,
 )
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from kvconnect.engines.sglang import hooks
+from kvconnect.engines.sglang import backend, hooks
 from kvconnect.engines.sglang.backend import KVConnectReceiver, KVConnectSender
 from kvconnect.engines.sglang.claims import RoomClaims
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms
@@ -261,6 +262,29 @@ def test_a_receiver_that_knows_no_server_yet_cannot_be_asked_for_pages(closing: 
     waiting = receiver(decode, [source], ROOM, known=False)
     ask(waiting, [7])
     assert waiting.poll() == KVPoll.Bootstrapping
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_request_whose_prefill_rank_is_never_known_fails_in_time(
+    known: bool, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where prefill refused it. Once a rank is known, other limits are asked (control)."""
+    _, source, decode, _ = pair(closing)
+    waiting = receiver(decode, [source], ROOM, known=known)
+    state = KVPoll.WaitingForInput if known else KVPoll.Bootstrapping
+    assert waiting.poll() == state
+    later = time.monotonic() + envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get() - 60
+    clock = SimpleNamespace(monotonic=lambda: later, time=time.time)
+    monkeypatch.setattr(backend, "time", clock)
+    assert waiting.poll() == state
+    later += 60
+    assert waiting.poll() == (state if known else KVPoll.Failed)
+    if not known:
+        with pytest.raises(KVTransferError, match=r"taken up room .*_BOOTSTRAP_TIMEOUT"):
+            waiting.failure_exception()
+        assert not decode.request_status and not decode.failure_records
+    waiting.abort()
+    waiting.clear()
 
 
 @pytest.mark.parametrize("told", [True, False])

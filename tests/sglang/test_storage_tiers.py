@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,57 +17,30 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.storage import KVConnectStorage
 from kvconnect.errors import ConfigError
-from kvconnect.tiers.backends import BlockOutcome, memory
-from kvconnect.tiers.backends.memory import MemoryStore
+from kvconnect.tiers.backends import memory
 from kvconnect.types import Tier
-from tests.sglang.linker_bench import PAGE, mla_pool, names, slots_of
+from tests.sglang.linker_bench import PAGE, mla_pool, slots_of
 from tests.sglang.storage_bench import (
     PAGE_BYTES,
     RANKS,
     Make,
+    elsewhere,
     host_pool,
     pages_of,
     serving,
     storages,
 )
-from tests.sglang.weight_updates import Serving
-
-KEYS = names(12)  # more than host memory has slots
-WAIT_S = 20.0
-
-
-class Shared(MemoryStore):
-    """A server: whoever connects gets this one. It raises, or holds calls back, when told to."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 24)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.broken = False
-
-    def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
-        self._pass()
-        return super().put(keys, payloads)
-
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
-        self._pass()
-        return super().get(keys, buffers)
-
-    def exists(self, keys: Sequence[bytes]) -> list[int]:
-        if self.broken:
-            raise OSError("told to")
-        return super().exists(keys)
-
-    def close(self) -> None:
-        """Others may be connected."""
-
-    def _pass(self) -> None:
-        self.gate.wait(WAIT_S)
-        if self.broken:
-            raise OSError("told to")
-
-
-REMOTE = {"remote": {"kind": "memory", "capacity": "1GiB"}}
+from tests.sglang.tiered_storage import (
+    KEYS,
+    REMOTE,
+    WAIT_S,
+    Shared,
+    counted,
+    fill,
+    on_disk,
+    settle,
+    where,
+)
 
 
 @pytest.fixture
@@ -91,34 +64,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         yield make_storage
 
 
-def on_disk(folder: Path, **more: Any) -> dict[str, Any]:
-    return {"disk": {"path": str(folder), "capacity": "64MiB", "min_free": 0, **more}}
-
-
-def fill(storage: KVConnectStorage, count: int = len(KEYS)) -> None:
-    """Store the pages of the pool's first places, each when the one before is written back."""
-    for number in range(count):
-        assert storage.batch_set_v1(KEYS[number : number + 1], slots_of([number])) == [True]
-        settle(storage)
-
-
-def settle(storage: KVConnectStorage) -> None:
-    tiers, deadline = storage.pages.store.tiers, time.monotonic() + WAIT_S
-    while tiers and tiers.jobs:
-        assert time.monotonic() < deadline, "it goes on and on"
-        time.sleep(0.002)
-
-
-def where(storage: KVConnectStorage, keys: Sequence[str] = KEYS) -> list[Tier | None]:
-    return storage.pages.where(PoolName.KV, keys)
-
-
-def counted(storage: KVConnectStorage) -> Mapping[str, float]:
-    taken = storage.pages.store.take_stats()
-    assert taken is not None
-    return taken.reduce()
-
-
 def test_a_restart_finds_pages_on_disk(
     monkeypatch: pytest.MonkeyPatch, make: Make, tmp_path: Path
 ) -> None:
@@ -133,7 +78,7 @@ def test_a_restart_finds_pages_on_disk(
     first.close()
 
     second = make(pool, **on_disk(tmp_path))
-    assert second.batch_exists([*KEYS, "other"]) == 12
+    assert elsewhere(second.batch_exists, [*KEYS, "other"]) == 12
     pool.kv_buffer.fill_(-1)
     assert second.batch_get_v1([*KEYS, "other"], slots_of(range(13, 26))) == [True] * 12 + [False]
     assert pages_of(pool, range(13, 25)) == wanted
@@ -165,7 +110,7 @@ def test_the_copying_interface_and_side_pools_are_on_disk_too(
             assert storage.batch_set_v2([state]) == {PoolName.SWA: [True]}
             settle(storage)
             storage.close()
-    assert storage.batch_exists_v2(KEYS, [state]).restorable_prefix_pages == [2]
+    assert elsewhere(storage.batch_exists_v2, KEYS, [state]).restorable_prefix_pages == [2]
     read = replace(state, host_indices=slots_of([6]))
     assert storage.batch_get_v2([read]) == {PoolName.SWA: [True]}
     assert pages_of(pool, range(6, 7)) == pages_of(pool, range(5, 6))
@@ -223,7 +168,7 @@ def test_a_flipped_byte_is_a_miss_and_counted(
     assert second.batch_get_v1(KEYS[:4], slots_of(range(11, 15))) == [True, False, True, True]
     assert pages_of(pool, range(12, 13)) == untouched
     assert counted(second)["store_failed_blocks_corrupt"] == 1
-    assert second.batch_exists(KEYS[:4]) == 1
+    assert elsewhere(second.batch_exists, KEYS[:4]) == 1
 
 
 def test_a_tier_that_raises_has_nothing_until_it_works_again(
@@ -313,41 +258,6 @@ def test_what_is_under_way_when_all_is_forgotten_is_not_found_later(
     assert storage.pages.store.index.slots.busy == 0
 
 
-def test_new_weights_have_pages_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, make: Make, tmp_path: Path
-) -> None:
-    process = Serving(monkeypatch)
-    storage = make(host_pool(monkeypatch), **on_disk(tmp_path))
-    fill(storage, 2)
-    process.flush()
-    assert where(storage, KEYS[:2]) == [Tier.HOST] * 2  # the control: the weights are the same
-    process.begin()
-    assert where(storage, KEYS[:2]) == [None] * 2
-    process.end("2")
-    process.flush(done=False)  # as while requests run, whose pages are of the former weights
-    fill(storage, 1)
-    process.flush()
-    assert where(storage, KEYS[:2]) == [None] * 2
-    storage.batch_set_v1(["new"], slots_of([3]))
-    settle(storage)
-    storage.close()
-
-    def found() -> list[Tier | None]:
-        store = make(host_pool(monkeypatch), **on_disk(tmp_path))
-        there = where(store, [*KEYS[:2], "new"])
-        store.close()
-        return there
-
-    process.start()
-    assert found() == [Tier.DISK, Tier.DISK, None]
-    weights.follow()
-    process.begin()
-    process.end("2")
-    assert found() == [None] * 3
-    process.flush()
-    assert found() == [None, None, Tier.DISK], "it was updated alike"
-
-
 def test_ranks_with_the_same_latents_read_what_one_wrote(
     monkeypatch: pytest.MonkeyPatch, make: Make, server: Shared
 ) -> None:
@@ -368,6 +278,39 @@ def test_ranks_with_the_same_latents_read_what_one_wrote(
     assert writer.pages.where(PoolName.MAMBA, KEYS[:1]) == [Tier.HOST]
     draft = [storage.pages._names(PoolName.DRAFT, KEYS[:1]) for storage in (writer, reader)]
     assert draft[0] != draft[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "warned"),
+    [
+        ({}, PoolName.DRAFT, True),
+        ({"tp_rank": 1}, PoolName.DRAFT, False),  # one line is enough
+        ({"tp_size": 1}, PoolName.DRAFT, False),
+        ({"is_mla_model": False}, PoolName.DRAFT, False),
+        ({}, PoolName.MAMBA, False),  # which all ranks store
+    ],
+    ids=str,
+)
+def test_a_draft_model_that_keeps_latents_from_being_found_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    make: Make,
+    server: Shared,
+    ranks: dict[str, Any],
+    name: PoolName,
+    warned: bool,
+) -> None:
+    pools = latent_pool(monkeypatch), host_pool(monkeypatch)
+    config = replace(RANKS, **{"is_mla_model": True, "tp_size": 2, **ranks})
+    storage = make(pools[0], config, **REMOTE)
+    with caplog.at_level("WARNING", "kvconnect"):
+        storage.register_mem_host_pool_v2(latent_pool(monkeypatch), PoolName.INDEXER)
+        storage.register_mem_host_pool_v2(pools[1], name)
+    said = [record.message for record in caplog.records if "nothing that is" in record.message]
+    assert len(said) == warned
+    if warned:
+        assert said[0].startswith("pool draft is divided among 2 ranks")
+    assert storage.registered_pools[name] is pools[1]
 
 
 def latent_pool(monkeypatch: pytest.MonkeyPatch) -> MLATokenToKVPoolHost:

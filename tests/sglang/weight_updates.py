@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ class Serving:
 
         for name in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update"):
             monkeypatch.setattr(Updater, name, done)
-        monkeypatch.setattr(Updater, "update_weights_from_disk", done)
+        monkeypatch.setattr(Updater, "update_weights_from_disk", self._from_disk)
         monkeypatch.setattr(Scheduler, "flush_cache", lambda flushes: flushes)
         monkeypatch.setattr(Scheduler, "handle_update_weight_version", done)
         monkeypatch.setattr(ModelRunner, "load_model", lambda _: None)
@@ -67,6 +68,19 @@ class Serving:
         torch.nn.init.constant_(self.runner.model.weight, 2.0)
         self.updater.update_weights_from_tensor(None, SimpleNamespace(weight_version=version))
         self.updater.end_weight_update(None, SimpleNamespace())
+
+    def update_from_disk(self, folder: Path, *, flush: bool = True, idle: bool = True) -> None:
+        """Load other weights, as one call that flushes the cache unless requests run."""
+        request = SimpleNamespace(
+            model_path=str(folder), weight_version=None, flush_cache=flush, idle=idle
+        )
+        self.updater.update_weights_from_disk(None, request)
+
+    def _from_disk(self, _updater: Any, request: Any) -> SimpleNamespace:
+        torch.nn.init.constant_(self.runner.model.weight, 2.0)
+        if request.flush_cache and not self.scheduler.flush_cache(request.idle):
+            return SimpleNamespace(success=False, message="Weights were updated, but")
+        return SimpleNamespace(success=True, message="")
 
     def flush(self, done: bool = True) -> None:
         self.scheduler.flush_cache(done)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect import engine_versions
-from kvconnect.engines.sglang import weights
+from kvconnect.engines.sglang import memory_release, weights
 from kvconnect.engines.sglang.plugin import LAYERWISE, NAME, check, is_layerwise, takes_over
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ def _register() -> None:
     _add_member(TransferBackend, NAME)
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
     weights.watch()
+    memory_release.watch()
     hooks.watch()
     if is_layerwise():
         from kvconnect.engines.sglang import layerwise

@@ -395,6 +395,7 @@ class KVConnectReceiver(RoomOwner, CommonKVReceiver):
         self, mgr: KVConnectManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
         mgr.forget_ended()
+        self._known_by = time.monotonic() + runtime_context.bootstrap_s()
         super().__init__(mgr, bootstrap_addr, self.claim(mgr, bootstrap_room))
         if not self.owns_room:
             self.conclude_state = KVPoll.Failed
@@ -460,11 +461,21 @@ class KVConnectReceiver(RoomOwner, CommonKVReceiver):
     def _poll_room(self) -> int:
         status: int = super().poll()
         if status == KVPoll.Bootstrapping:
-            why = self.kv_mgr.addresses.refusal(self.bootstrap_addr)
+            why = self.kv_mgr.addresses.refusal(self.bootstrap_addr) or self._overdue()
             if why:
                 self.kv_mgr.fail(self.bootstrap_room, why)
                 status = super().poll()
         return status
+
+    def _overdue(self) -> str:
+        """Return why the request waits no longer for a prefill rank; "" if it does. SGLang has no
+        limit here, and the rank of a request that prefill refused is never known."""
+        if time.monotonic() < self._known_by:
+            return ""
+        return (
+            f"no rank of the prefill server at {self.bootstrap_addr} has taken up room "
+            f"{self.bootstrap_room} in time ({runtime_context.BOOTSTRAP_LIMIT})"
+        )
 
     @contains_errors()
     def clear(self) -> None:

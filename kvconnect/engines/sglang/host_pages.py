@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -25,6 +26,10 @@ from kvconnect.engines.sglang.storage_pages import PageStore
 from kvconnect.types import Tier
 
 logger = logging.getLogger(__name__)
+
+MOST_WAIT_S = 8.0
+"""Seconds that one step of HiCache's threads may wait for tiers. A flush joins these threads, and
+SGLang's server ends if one of them takes 10 seconds."""
 
 
 class _Form(NamedTuple):
@@ -57,9 +62,18 @@ class HostPages:
         self._forms: dict[PoolName, _Form] = {}
         self._generation = b""
 
-    def where(self, name: PoolName, keys: Sequence[str]) -> list[Tier | None]:
-        """Return the tier that has each page, None for absent ones."""
-        return self.store.where(self._names(name, keys), self._form(name).nbytes)
+    def deadline(self) -> float:
+        """Return until when, in monotonic seconds, a call of HiCache's that starts now may wait."""
+        calls = 2 if len(self._pools) > 1 else 1  # that one step makes before it looks up
+        return min(self.store.deadline(), time.monotonic() + MOST_WAIT_S / calls)
+
+    def where(
+        self, name: PoolName, keys: Sequence[str], deadline: float | None = None
+    ) -> list[Tier | None]:
+        """Return the tier that has each page, None for absent ones. Waits until ``deadline``, at
+        most until :meth:`deadline`; once it is over, only host memory is looked at."""
+        until = self.deadline() if deadline is None else deadline
+        return self.store.where(self._names(name, keys), self._form(name).nbytes, until)
 
     def put(self, name: PoolName, key: str, page: torch.Tensor) -> bool:
         """Store a page; return whether it is stored now."""
@@ -75,9 +89,9 @@ class HostPages:
         self, name: PoolName, keys: Sequence[str], deadline: float | None = None
     ) -> Iterator[list[torch.Tensor | None]]:
         """Yield flat pages, valid inside the context; None for a page that is absent, damaged, or
-        not read by the ``deadline`` of :meth:`PageStore.deadline`."""
+        not read by ``deadline``, that of :meth:`deadline` if not given."""
         form = self._form(name)
-        until = self.store.deadline() if deadline is None else deadline
+        until = self.deadline() if deadline is None else deadline
         with self.store.reading(self._names(name, keys), form.nbytes, until) as contents:
             yield [None if content is None else content.view(form.dtype) for content in contents]
 
@@ -89,10 +103,10 @@ class HostPages:
             for key, start in self._starts(transfer)
         ]
 
-    def read(self, transfer: PoolTransfer) -> list[bool]:
-        """Read the pages of a transfer; return which were read."""
+    def read(self, transfer: PoolTransfer, deadline: float) -> list[bool]:
+        """Read the pages of a transfer until ``deadline``; return which were read."""
         pool, right = self._pools[transfer.name], []
-        starts, deadline = self._starts(transfer), self.store.deadline()
+        starts = self._starts(transfer)
         for part in self.parts(len(starts)):
             keys = [key for key, _ in starts[part]]
             with self.reading(transfer.name, keys, deadline) as pages:
@@ -140,9 +154,12 @@ class HostPages:
     def _share(self, name: PoolName, pool: Any) -> str:
         """Return which rank's part a pool has. Latent attention is the same on all ranks, and one
         of them writes it; pools beside it are divided."""
-        divided = name is PoolName.MAMBA or isinstance(
-            pool, MHATokenToKVPoolHost | MHATokenToKOnlyPoolHost
-        )
+        divided = name is PoolName.MAMBA or has_heads(pool)
         if self._ranks.is_mla_model and not divided:
             return "all"
         return f"{self._ranks.tp_rank} of {self._ranks.tp_size}"
+
+
+def has_heads(pool: Any) -> bool:
+    """Whether a host pool has K and V by head, which ranks divide."""
+    return isinstance(pool, MHATokenToKVPoolHost | MHATokenToKOnlyPoolHost)

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEn
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvconnect.copy.driver import own_stream
+from kvconnect.engines.sglang import memory_release
 from kvconnect.engines.sglang.device_pools import device_pools, map_pool, window_ends
 from kvconnect.engines.sglang.layerwise_loads import LayerCounter, LoadBatch
 from kvconnect.engines.sglang.linker_host_tier import PoolLoad, PoolTier
@@ -74,7 +75,7 @@ class KVConnectLinker(UnifiedCacheLinker):
     @refusing("this server")
     def __init__(
         self,
-        server_args: Any,  # noqa: ARG002
+        server_args: Any,
         params: Any,
         *,
         components: Iterable[Any],
@@ -83,6 +84,7 @@ class KVConnectLinker(UnifiedCacheLinker):
     ) -> None:
         settings = own_settings(extra_config or {})
         _check_tiers(settings)
+        memory_release.check(server_args)
         share = worker_share(settings)
         self._group = device_pools(params, components)
         self.pools: dict[PoolName, DevicePoolEntry] = self._group.entry_map
@@ -99,6 +101,7 @@ class KVConnectLinker(UnifiedCacheLinker):
         self._offloads: deque[_Offload] = deque()
         device = next(iter(self.tiers.values())).pool.area.device
         self._join = own_stream(device) if device.type == "cuda" else None
+        memory_release.drain_first(self.drain)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Return the prefix lengths, in pages, that this rank can restore; ascending."""
@@ -212,15 +215,25 @@ class KVConnectLinker(UnifiedCacheLinker):
         """
         for rid in tuple(self._queued):
             self.cancel_queued_load(rid)
+        self.drain()
         for tier in self.tiers.values():
-            tier.drain()
             tier.index.clear()
         self._batches.clear()
         self._offloads.clear()
         self.layer_done_counter.reset()
 
+    def drain(self) -> None:
+        """Block until no copy runs: all end by their deadline.
+
+        Raises:
+            TransferFailed: a copy does not end.
+        """
+        for tier in self.tiers.values():
+            tier.drain()
+
     def close(self) -> None:
         """End all transfers and free the memory. Idempotent."""
+        memory_release.forget(self.drain)
         try:
             self.reset()
         except TransferFailed as error:

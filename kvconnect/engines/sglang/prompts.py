@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from typing import Any
 
 from kvconnect.bounded import remember
@@ -22,15 +23,16 @@ class AdapterContents:
         self._digests: dict[str, str] = {}
 
     def identify(self, lora_id: str, loaded: Any) -> tuple[str, str]:
-        """Return an adapter's name and a digest of its files. ``loaded``: SGLang's ``LoRARef``; an
-        adapter that is not known here goes by its id."""
+        """Return an adapter's name and a digest of its files; random if these are not known, as of
+        an adapter that was given as tensors: the other server's may be others, and both fail the
+        request as soon as they compare it. ``loaded``: SGLang's ``LoRARef``."""
         if loaded is None:
-            return "", lora_id
+            return "", secrets.token_hex(16)
         digest = self._digests.get(lora_id)
         if digest is None:
             digest = adapter_name(str(loaded.lora_path))
             remember(self._digests, lora_id, digest, _MOST_ADAPTERS)
-        return str(loaded.lora_name), digest
+        return str(loaded.lora_name), digest or secrets.token_hex(16)
 
 
 def prompt_identity(req: Any, scheduler: Any, adapters: AdapterContents) -> PromptIdentity:

@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from kvconnect import engine_versions, memory
+from kvconnect.engines.sglang import model_format
 from kvconnect.engines.sglang.plugin import LAYERWISE, is_layerwise
 from kvconnect.engines.sglang.plugin import check as check_flags
 from kvconnect.engines.sglang.translate import Model
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 SPARE_S = 5.0
 """A dropped transfer must end this many seconds before SGLang reuses its pages."""
+
+BOOTSTRAP_LIMIT = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.name
+"""Name of the setting of :func:`bootstrap_s`."""
 
 PORT = SharedPort()
 """Where this process listens: SGLang makes the storage backend and the hand-offs apart."""
@@ -117,6 +121,9 @@ def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
         layers=(layers[0], layers[1]),
         is_mla=one_head,
         device=-1 if server_args.device == "cpu" else args.gpu_id,
+        architecture=model_format.architecture(config),
+        quantization=model_format.quantization(config),
+        scales=model_format.scales(),
     )
 
 
@@ -127,11 +134,16 @@ def rank_number() -> int:
     return int((parallel.dp_rank or 0) * parallel.tp_size * parallel.pp_size + own)
 
 
+def bootstrap_s() -> float:
+    """Return how many seconds a request may wait until its partner is known."""
+    return float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
+
+
 def patience_s() -> float:
     """Return how many seconds SGLang lets one side wait for the other."""
     return float(
         max(
-            envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(),
+            bootstrap_s(),
             envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
         )
     )

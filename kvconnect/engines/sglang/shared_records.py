@@ -54,7 +54,13 @@ def records_for_all(pools: Mapping[PoolName, Any], ranks: HiCacheStorageConfig) 
         if there:
             raise Incompatible(what)
     overrides = json.loads(model.json_model_override_args or "{}")
-    name = model_name(str(model.model_path), model.revision, overrides)
+    name = model_name(
+        str(model.model_path),
+        model.revision,
+        overrides,
+        cache=model.download_dir,
+        consolidated=model.load_format == "mistral",
+    )
     config = ModelConfig.from_server_args(get_server_args())
     if "longrope" in config.hf_config.to_json_string():
         raise Incompatible("LongRoPE, which rotates the same tokens in two ways")

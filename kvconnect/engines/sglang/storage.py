@@ -28,7 +28,7 @@ from kvconnect import memory
 from kvconnect.cache.layout import SLOT_ALIGNMENT
 from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.device_pools import window_ends
-from kvconnect.engines.sglang.host_pages import HostPages
+from kvconnect.engines.sglang.host_pages import MOST_WAIT_S, HostPages, has_heads
 from kvconnect.engines.sglang.metrics_publisher import publish_regularly
 from kvconnect.engines.sglang.runtime_context import own_settings, worker_share
 from kvconnect.engines.sglang.settings_flags import storage_settings
@@ -96,7 +96,7 @@ class _Copying(HiCacheStorage):
         """Return each page of the first pool, None if absent."""
         found: list[torch.Tensor | None] = []
         targets = target_locations or [None] * len(keys)
-        deadline = self.pages.store.deadline()
+        deadline = self.pages.deadline()
         for part in self.pages.parts(len(keys)):
             with self.pages.reading(PoolName.KV, keys[part], deadline) as pages:
                 found += map(_copied, pages, targets[part])
@@ -127,6 +127,7 @@ class KVConnectStorage(_Copying):
                 "write for all, who cannot see its memory; use the linker instead, or a remote tier"
             )
         self._ranks = storage_config
+        self._scheduler = threading.get_ident()
         self.registered_pools: dict[PoolName, Any] = {}
         self._stop = threading.Event()
 
@@ -160,6 +161,23 @@ class KVConnectStorage(_Copying):
         self._pages = HostPages(store, self.registered_pools, self._ranks, by_tokens)
         self._stop = publish_regularly(store.take_stats)
         logger.info("KVConnect storage: %d pages of %d bytes", slots, slot_bytes)
+        if self._settings.has_tiers and self._settings.wait_s > MOST_WAIT_S:
+            text = "wait_s=%g: HiCache's threads wait %g s at most, since a flush joins them"
+            logger.warning(text, self._settings.wait_s, MOST_WAIT_S)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
+        """Serve another pool, also later. Warn if HiCache would not store what all ranks need."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        ranks = self._ranks
+        lost = host_pool_name != PoolName.MAMBA and has_heads(host_pool)
+        if lost and ranks.is_mla_model and ranks.tp_size > 1 and ranks.tp_rank == 0:
+            logger.warning(
+                "pool %s is divided among %d ranks, and HiCache stores the first rank's part alone "
+                "beside latent attention: nothing that is stored will be found; use a draft model "
+                "with latent attention, or the linker",
+                host_pool_name,
+                ranks.tp_size,
+            )
 
     def batch_set_v1(
         self,
@@ -177,13 +195,13 @@ class KVConnectStorage(_Copying):
         extra_info: Any = None,  # noqa: ARG002
     ) -> list[bool]:
         """Read pages directly into the first pool; return which were read."""
-        return self.pages.read(PoolTransfer(PoolName.KV, host_indices, keys=list(keys)))
+        transfer = PoolTransfer(PoolName.KV, host_indices, keys=list(keys))
+        return self.pages.read(transfer, self.pages.deadline())
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:  # noqa: ARG002
-        """Return how many leading pages of the first pool can be read."""
-        found = list(takewhile(bool, self.pages.where(PoolName.KV, keys)))
-        self.pages.store.looked_up(len(keys), found, self.mem_pool_host.page_size)
-        return len(found)
+        """Return how many leading pages of the first pool can be read; on SGLang's own thread, how
+        many of these are in host memory."""
+        return self._found(keys, self._lookup_deadline())
 
     def batch_exists_v2(
         self,
@@ -192,10 +210,11 @@ class KVConnectStorage(_Copying):
         extra_info: Any = None,  # noqa: ARG002
     ) -> PoolTransferResult:
         """Return the prefix lengths, in pages, at which every pool has what it needs."""
-        found = list(range(1, 1 + self.batch_exists(keys)))
+        deadline = self._lookup_deadline()
+        found = list(range(1, 1 + self._found(keys, deadline)))
         hits: dict[str, int] = {PoolName.KV: len(found)} if found else {}
         for transfer in pool_transfers or ():
-            tiers = self.pages.where(transfer.name, keys[: max(found, default=0)])
+            tiers = self.pages.where(transfer.name, keys[: max(found, default=0)], deadline)
             there = [tier is not None for tier in tiers]
             whole = transfer.hit_policy is PoolHitPolicy.ALL_PAGES
             window = len(there) if whole else max(1, len(transfer.keys or ()))
@@ -219,7 +238,8 @@ class KVConnectStorage(_Copying):
         extra_info: Any = None,  # noqa: ARG002
     ) -> dict[str, list[bool]]:
         """Read pages directly into several pools; return which were read."""
-        return {transfer.name: self.pages.read(transfer) for transfer in transfers}
+        deadline = self.pages.deadline()
+        return {transfer.name: self.pages.read(transfer, deadline) for transfer in transfers}
 
     def clear(self) -> None:
         """Forget every page. Lower tiers keep theirs for servers that start later."""
@@ -230,6 +250,18 @@ class KVConnectStorage(_Copying):
         self._stop.set()
         if self._pages is not None:
             self._pages.store.close()
+
+    def _lookup_deadline(self) -> float:
+        """Return until when a lookup may wait. SGLang's own thread must not wait: a decode server
+        asks there at each step how much it may promise to the prefill server, which is less then.
+        """
+        return 0.0 if threading.get_ident() == self._scheduler else self.pages.deadline()
+
+    def _found(self, keys: Sequence[str], deadline: float) -> int:
+        found = list(takewhile(bool, self.pages.where(PoolName.KV, keys, deadline)))
+        if deadline:  # not a question that is asked again and again
+            self.pages.store.looked_up(len(keys), found, self.mem_pool_host.page_size)
+        return len(found)
 
     def _records(self) -> Records | None:
         """Return the records in which vLLM can read the shared tiers, None if it cannot."""
@@ -250,8 +282,7 @@ class KVConnectStorage(_Copying):
             )
             for source in (*stores.values(), *([peers] if peers else [])):
                 undo.callback(source.close)
-            if self._settings.has_tiers:
-                weights.follow()
+            weights.follow()  # host memory outlives an update as well: SGLang does not clear it
             store = PageStore(arena, self._settings, stores, peers)
             undo.pop_all()
         return store

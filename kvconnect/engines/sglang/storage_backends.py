@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.cache.keys import group_of
 from kvconnect.cache.model_identity import model_folder, weights_name
 from kvconnect.cache.record_format import fingerprint
-from kvconnect.engines.sglang import weights
+from kvconnect.engines.sglang import model_format, weights
 from kvconnect.engines.sglang.runtime_context import PORT, rank_number
 from kvconnect.engines.sglang.shared_records import Records
 from kvconnect.errors import ConfigError
@@ -135,9 +134,9 @@ def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:
         "model": path.rstrip("/").rpartition("/")[2],
         "record": 1,
         "sglang": engine_versions.installed("sglang"),
-        "weights": weights_name(path, revision, model.load_format == "dummy"),
+        "weights": _weights(path, revision, dummy=model.load_format == "dummy"),
         "configuration": _digest(model_folder(path, revision), "config.json"),
-        "scales": _digest(Path(), model.quantization_param_path or ""),
+        "scales": model_format.scales(),
         "draft": _draft(),
         "adapters": _adapters(),
         "pp": f"{ranks.pp_rank} of {ranks.pp_size}",
@@ -160,8 +159,15 @@ def _draft() -> str:
     if not path:
         return str(spec.speculative_algorithm or "")
     dummy = spec.speculative_draft_load_format == "dummy"
-    weights = weights_name(str(path), spec.speculative_draft_model_revision, dummy)
+    weights = _weights(str(path), spec.speculative_draft_model_revision, dummy=dummy)
     return f"{spec.speculative_algorithm} {weights}"
+
+
+def _weights(path: str, revision: str | None, *, dummy: bool) -> str:
+    """Return a name for a model's weights, which SGLang may keep at a place of its own."""
+    model = get_model()
+    mistral = model.load_format == "mistral"
+    return weights_name(path, revision, dummy, cache=model.download_dir, consolidated=mistral)
 
 
 def _adapters() -> list[list[str]]:
@@ -178,7 +184,5 @@ def _adapters() -> list[list[str]]:
 
 
 def _digest(folder: Path | None, name: str) -> str:
-    """Return a digest of a file, "" if there is none."""
-    if folder is None or not (folder / name).is_file():
-        return ""
-    return blake2b((folder / name).read_bytes(), digest_size=16).hexdigest()
+    """Return a digest of a model's file, "" if there is none."""
+    return "" if folder is None else model_format.file_digest(folder / name)

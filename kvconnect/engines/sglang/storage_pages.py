@@ -58,14 +58,15 @@ class PageStore:
         """Return until when, in monotonic seconds, a call started now waits for lower tiers."""
         return time.monotonic() + self._wait_s
 
-    def where(self, keys: Sequence[bytes], nbytes: int) -> list[Tier | None]:
-        """Return the tier that has each page of ``nbytes`` bytes, None for absent ones."""
+    def where(self, keys: Sequence[bytes], nbytes: int, deadline: float) -> list[Tier | None]:
+        """Return the tier that has each page of ``nbytes`` bytes, None for absent ones. Waits for
+        lower tiers until ``deadline``, in monotonic seconds; they are not asked if it is over."""
         with self._pages.lock:
             slots = [self.index.slot_of(GROUP, key) for key in keys]
         found = [None if slot is None else Tier.HOST for slot in slots]
         left = [place for place, tier in enumerate(found) if tier is None]
-        if self.tiers and left:
-            tiers = self.tiers.lookup([keys[place] for place in left], nbytes, self.deadline())
+        if self.tiers and left and time.monotonic() < deadline:
+            tiers = self.tiers.lookup([keys[place] for place in left], nbytes, deadline)
             for place, tier in zip(left, tiers, strict=True):
                 found[place] = tier
         return found

@@ -46,8 +46,16 @@ _MOST_FIELD = 1024  # bytes of a format field
 
 @dataclass(frozen=True)
 class Model:
-    """Facts that SGLang's transfer arguments lack. ``kv_heads`` is over all ranks, 1 for MLA;
-    ``layers`` are those of this pipeline stage, [first, end); ``device`` is -1 for the CPU."""
+    """Facts that SGLang's transfer arguments lack.
+
+    Attributes:
+        kv_heads: over all ranks, 1 for MLA.
+        layers: of this pipeline stage, [first, end).
+        device: -1 for the CPU.
+        architecture: digest of the configuration.
+        quantization: as weights are loaded, if the checkpoint does not say it.
+        scales: digest of the file with those of an 8-bit cache.
+    """
 
     name: str
     dtype: str
@@ -56,6 +64,9 @@ class Model:
     layers: tuple[int, int]
     is_mla: bool
     device: int
+    architecture: str = ""
+    quantization: str = ""
+    scales: str = ""
 
 
 class Buffer(NamedTuple):
@@ -313,11 +324,16 @@ def _format(
     sizes = [",".join(str(buffer.item_bytes) for buffer in kind) for kind in rows]
     found: dict[str, str | int] = {
         "model": model.name.rstrip("/").rpartition("/")[2],
+        "architecture": model.architecture,
         "dtype": model.dtype,
         "cache_dtype": args.kv_cache_dtype_str,
         "packing": f"sglang {getattr(args, 'kv_layout', None) or 'plain'}",
         "aux_bytes": sizes[0],
     }
+    if model.quantization:
+        found["quantization"] = _short(model.quantization)
+    if model.scales and args.kv_cache_dtype_str.startswith("fp8"):
+        found["scales"] = model.scales
     # Rows of layers that are matched by their place alone.
     placed = [page.row_bytes for page in pages[KV] if not page.name.isdecimal()]
     if placed:

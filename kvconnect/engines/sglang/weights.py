@@ -43,7 +43,7 @@ class _RankWeights:
         session: an update by parts is under way; the models that it updates.
         version: that the session declares.
         old_pages: pages of former weights may be in SGLang's own caches: none was flushed since.
-        unknown: the generation of pages while that is so.
+        unknown: the generation of pages while that is so; empty if there was no update.
         asleep: the memory of the weights is gone.
         listeners: are called when the weights change.
     """
@@ -134,12 +134,16 @@ def _follow() -> dict[str, LoadedWeights]:
 
         from kvconnect.engines.loaded_weights import LoadedWeights
 
-        _state.models["target"] = LoadedWeights(_start_weights(), _parameters_of("target"))
+        start, updated = _start_weights(), bool(_state.unknown)
+        # SGLang goes on naming the files that it started with, whatever an update has put there.
+        known = Weights() if updated else start
+        _state.models["target"] = LoadedWeights(known, _parameters_of("target"))
         if get_spec().speculative_draft_model_path:
-            _state.models["draft"] = LoadedWeights(_draft_weights(), _parameters_of("draft"))
+            known = Weights() if updated else _draft_weights()
+            _state.models["draft"] = LoadedWeights(known, _parameters_of("draft"))
         for model in _state.models.values():
             model.start()
-        _state.start = _state.models["target"].known
+        _state.start = start if updated else _state.models["target"].known
     return _state.models
 
 
@@ -217,9 +221,7 @@ def _begin(updater: Any, request: Any, *_: Any, **__: Any) -> None:
 
 
 def _open(names: tuple[str, ...]) -> None:
-    """The weights of some models are being replaced."""
-    if not _state.models:
-        return
+    """The weights of some models are being replaced, also if nothing depends on them yet."""
     _state.session, _state.version = names, ""
     _state.old_pages, _state.unknown = True, os.urandom(16)
     for name, model in _state.models.items():
@@ -244,11 +246,20 @@ def _updated_from_disk(result: Any, _updater: Any, request: Any, *_: Any, **__: 
     failed = not result.success and "Weights were updated" not in result.message
     files = "" if failed or not _state.models else _files(str(request.model_path), None)
     _close(files=files, version=request.weight_version or "", failed=failed)
+    _flushed_within(result, request)
 
 
 def _updated_at_once(result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
     failed = not result.success and "Weights were updated" not in result.message
     _close(version=request.weight_version or "", failed=failed)
+    _flushed_within(result, request)
+
+
+def _flushed_within(result: Any, request: Any) -> None:
+    """An update in one call has flushed the caches itself if it was asked to and succeeded: nothing
+    was computed between the new weights and the flush."""
+    if request.flush_cache and result.success:
+        _state.old_pages = False
 
 
 def _updated_part(_result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
@@ -266,7 +277,7 @@ def _declared(_result: Any, _scheduler: Any, request: Any, *_: Any, **__: Any) -
 
 def _flushed(result: Any, *_: Any, **__: Any) -> None:
     """SGLang has forgotten all pages, unless it refused to, as while requests run."""
-    if result is False or not _state.models or _state.session:
+    if result is False or _state.session:
         return
     _state.old_pages = False
     _look()

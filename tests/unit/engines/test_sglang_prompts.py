@@ -47,7 +47,6 @@ def media(*hashes: int) -> Any:
         {"cache_salt": "a tenant"},
         {"extra_key": "a class"},
         {"multimodal_inputs": media(5)},
-        {"lora_id": "0a"},
     ],
 )
 def test_a_request_that_differs_has_another_identity(other: dict[str, Any]) -> None:
@@ -69,6 +68,26 @@ def test_adapters_go_by_name_and_files_and_not_by_the_number_that_an_engine_gave
     assert identity(scheduler(bb=same), lora_id="bb", extra_key="classbb") == ours
     assert identity(scheduler(cc=other), lora_id="cc", extra_key="classcc") != ours
     assert identity(scheduler(bb=same), lora_id="bb", extra_key="otherbb") != ours
+
+
+@pytest.mark.parametrize("left", [(), ("adapter_config.json",)], ids=str)
+def test_adapters_whose_files_are_not_known_are_never_equal(
+    tmp_path: Path, left: tuple[str, ...]
+) -> None:
+    """As if given as tensors. Also not on one server, which asks once for all of its requests."""
+    folder = adapter(tmp_path / "a", b"weights")
+    for path in folder.iterdir():
+        if path.name not in left:
+            path.unlink()
+    server, contents = scheduler(aa=folder), AdapterContents()
+    loaded = server.tp_worker.model_runner.lora_manager.lora_refs["aa"]
+    assert contents.identify("aa", loaded) != contents.identify("aa", loaded)
+    assert identity(server, lora_id="aa") != identity(server, lora_id="aa")
+    assert identity(server) == identity(server)  # control: a request without an adapter
+
+
+def test_adapters_that_a_server_does_not_have_are_never_equal() -> None:
+    assert identity(lora_id="0a") != identity(lora_id="0a")
 
 
 def test_the_size_of_an_elastic_engine_is_not_the_requests() -> None:

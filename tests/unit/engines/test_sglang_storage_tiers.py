@@ -61,6 +61,9 @@ class Bench:
     def settle(self) -> None:
         until(lambda: self.store.tiers is not None and not self.store.tiers.jobs)
 
+    def where(self, keys: Sequence[bytes]) -> list[Tier | None]:
+        return self.store.where(keys, PAGE, self.store.deadline())
+
     def read(self, number: int) -> bool:
         """Whether a page comes, with the right bytes."""
         with self.store.reading([KEYS[number]], PAGE, self.store.deadline()) as [page]:
@@ -86,11 +89,11 @@ def bench() -> Iterator[Bench]:
 
 def test_a_disk_that_hangs_costs_one_wait_and_the_remote_tier_serves(bench: Bench) -> None:
     bench.fill(16)
-    assert bench.store.where(KEYS, PAGE) == [Tier.DISK] * 8 + [Tier.HOST] * 8
+    assert bench.where(KEYS) == [Tier.DISK] * 8 + [Tier.HOST] * 8
     bench.disk.readable.clear()
     assert not bench.read(0)  # it waits
-    until(lambda: bench.store.where(KEYS[:1], PAGE) == [Tier.REMOTE])
-    assert bench.store.where(KEYS[:3], PAGE) == [Tier.REMOTE] * 3
+    until(lambda: bench.where(KEYS[:1]) == [Tier.REMOTE])
+    assert bench.where(KEYS[:3]) == [Tier.REMOTE] * 3
     assert all(bench.read(number) for number in range(1, 8))
     assert (bench.disk.reads, bench.remote.reads) == (1, 7)
     stats = bench.store.take_stats()
@@ -134,6 +137,15 @@ def test_pages_are_written_to_the_other_tier_while_one_hangs(bench: Bench) -> No
     bench.settle()
     assert bench.store.index.slots.busy == 0
     bench.store.index.check()
+
+
+def test_tiers_are_not_asked_when_the_time_is_over(bench: Bench) -> None:
+    bench.fill(16)
+    assert bench.store.where(KEYS, PAGE, 0.0) == [None] * 8 + [Tier.HOST] * 8
+    assert bench.where(KEYS) == [Tier.DISK] * 8 + [Tier.HOST] * 8  # control
+    stats = bench.store.take_stats()
+    assert stats is not None
+    assert stats.data["counters"]["tier_lookups"] == {"": 1}
 
 
 def test_closing_does_not_wait_for_a_call_that_hangs(bench: Bench) -> None:
