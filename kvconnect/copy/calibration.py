@@ -14,6 +14,7 @@ stores, because nobody waits for them.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -339,8 +340,13 @@ def _write(path: Path, name: str, made: Calibration) -> None:
     content = {"machine": name, **limits, "gbps": made.gbps}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(content, file)
-        os.replace(file.name, path)
+        handle, fresh = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file)
+            os.replace(fresh, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # it is at its place
+                os.unlink(fresh)
     except OSError as error:
         logger.info("measurements cannot be kept in %s: %s", path, error)

@@ -243,7 +243,7 @@ class CopyExecutor:
                 task.fence = None
                 return False
         task.awaits_fence = True
-        self._waiter(task.kind).add(partial(self._wait_for_fence, task, task.fence))
+        self._later(task.kind, partial(self._wait_for_fence, task, task.fence))
         return True
 
     def _wait_for_fence(self, task: _Task, fence: Fence) -> None:
@@ -256,10 +256,16 @@ class CopyExecutor:
             task.awaits_fence = False
             self._wake.notify_all()
 
-    def _waiter(self, kind: TransferType) -> _Waiter:
+    def _later(self, kind: TransferType, wait: Callable[[], None]) -> None:
+        """Have a waiter's thread call ``wait``; call it here if the system has no more threads."""
         if kind not in self._waiters:
-            self._waiters[kind] = _Waiter(kind)
-        return self._waiters[kind]
+            try:
+                self._waiters[kind] = _Waiter(kind)
+            except RuntimeError as error:
+                logger.warning("%s: copies wait for one another", error)
+                wait()
+                return
+        self._waiters[kind].add(wait)
 
     def _launch(self, task: _Task, part: GroupBlocks) -> None:
         chunk, started = None, time.perf_counter()
@@ -277,7 +283,7 @@ class CopyExecutor:
             self._land(task, chunk)
             return
         self._schedule.submitted(task.kind, part, time.perf_counter() - started)
-        self._waiter(task.kind).add(partial(self._wait, (task, chunk)))
+        self._later(task.kind, partial(self._wait, (task, chunk)))
 
     def _wait(self, launched: _Launched) -> None:
         """Wait for a chunk, on a waiter's thread."""

@@ -127,11 +127,13 @@ def _local_key() -> bytes:
             folder.chmod(stat.S_IMODE(mode) & ~OTHERS_WRITE)
         if not path.exists():
             handle, fresh = tempfile.mkstemp(dir=folder)  # readable by its owner only
-            with os.fdopen(handle, "wb") as file:
-                file.write(secrets.token_bytes(32))
-            with contextlib.suppress(FileExistsError):  # another worker created it first
-                os.link(fresh, path)
-            os.unlink(fresh)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(secrets.token_bytes(32))
+                with contextlib.suppress(FileExistsError):  # another worker created it first
+                    os.link(fresh, path)
+            finally:
+                os.unlink(fresh)
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             key = file.read()

@@ -265,6 +265,28 @@ def stored(half: ConnectorScheduler) -> Any:
     return request
 
 
+@pytest.mark.parametrize("store_first", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_failed_load_voids_its_step_s_stores_in_any_order(fails: bool, store_first: bool) -> None:
+    half = make_scheduler(sync_load_bytes=2**30)
+    stored(half)
+    request = make_request(97)
+    request.request_id, request.block_hashes = "r2", [b"a", b"b", b"c"]
+    half.add_request(request)
+    assert half.match(request, 0) == (64, False)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([3, 4, 5],)), 64)
+    step = output(32, ([3, 4, 5],))
+    step.num_scheduled_tokens = {"r2": 32}
+    step.scheduled_new_reqs = [SimpleNamespace(req_id="r2", num_computed_tokens=64)]
+    offload = half.build_step(step).offload
+    (load,), (store,) = offload.loads, offload.stores
+    failures = (FailedBlock(0, 4, 1, FailureCause.MISSING),) if fails else ()
+    reports = [JobReport(load.job, failures), JobReport(store.job)]
+    half.on_reports(StepReports(reports[::-1] if store_first else reports))
+    used = half.plan.index.slots.used
+    assert used == (2 if fails else 3), "a block that was computed on a failed one"
+
+
 def hinted(half: ConnectorScheduler, **told: Any) -> Any:
     """Have a request with hints computed and its blocks stored; return its response's params."""
     request = make_request(65)

@@ -294,7 +294,9 @@ class ConnectorScheduler:
         released, received = self.handoff.on_reports(reports.arrivals, reports.notices, now)
         self.device.release(released)
         self.receipts.received(received, now)
-        for settled in filter(None, (self.plan.on_report(one, now) for one in reports.reports)):
+        # By number: a failed load voids its step's stores, which may have been reported before it.
+        ordered = sorted(reports.reports, key=lambda report: report.job)
+        for settled in filter(None, (self.plan.on_report(one, now) for one in ordered)):
             self.receipts.settled(settled.job, now, self.plan.groups)
             self.device.release_stored(settled.released)
             if self.tiers is not None:

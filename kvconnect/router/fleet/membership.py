@@ -54,6 +54,8 @@ class Membership:
         self._metrics = metrics
         self._watchers: dict[Engine, Watcher] = {}
         self._source: dict[Engine, str] = {}
+        self._named: dict[str, dict[Role, tuple[EngineSpec, ...]]] = {}  # by each source, at last
+        self._drained: set[Engine] = set()  # by an operator
         self._indexes = indexes
         self._readers: dict[Engine, asyncio.Task[None]] = {}
         self.receipts: dict[Engine, OwedReceipts] = {}  # of engines that publish them
@@ -113,19 +115,28 @@ class Membership:
         return engine
 
     def drain(self, engine: Engine) -> None:
-        """Send no more requests to an engine. Its journaled streams go on elsewhere."""
+        """Send no more requests to an engine, as an operator says. Its journaled streams go on
+        elsewhere."""
+        self._drained.add(engine)
         engine.drain()
+
+    def is_kept(self, engine: Engine) -> bool:
+        """Return whether nobody has removed an engine, or had it drained."""
+        return engine in self._source and engine not in self._drained
 
     def remove(self, engine: Engine) -> None:
         """Drain an engine, and remove it when its last request has ended. Idempotent."""
         if not engine.draining or engine in self._source:
-            self.drain(engine)
+            engine.drain()
             self._source.pop(engine, None)
             self._background(TaskKind.REMOVE, engine.url, partial(self._forget, engine))
 
     def update(self, source: str, named: NamedEngines) -> None:
-        """Replace a source's engines, in the roles that ``named`` contains."""
+        """Replace a source's engines, in the roles that ``named`` contains. What it names no longer
+        is taken from another source that names it, too."""
+        known = self._named.setdefault(source, {})
         for role, wanted in named.items():
+            known[role] = tuple(wanted)
             mine = {u.url: u for u, of in self._source.items() if of == source and u.role is role}
             for url, engine in mine.items():
                 if engine.spec not in wanted:  # not named, or with other settings
@@ -133,10 +144,18 @@ class Membership:
                     self.remove(engine)
             for spec in wanted:
                 if spec.url not in mine or mine[spec.url].spec != spec:
-                    try:
-                        self.add(role, spec, source)
-                    except Refused as error:  # as when another source owns the URL
-                        logger.warning("%s: %s", source, error)
+                    self._add_named(role, spec, source)
+            lost = mine.keys() - {spec.url for spec in wanted}
+            for other, theirs in self._named.items():
+                for spec in theirs.get(role, ()) if other != source else ():
+                    if spec.url in lost:
+                        self._add_named(role, spec, other)
+
+    def _add_named(self, role: Role, spec: EngineSpec, source: str) -> None:
+        try:
+            self.add(role, spec, source)
+        except Refused as error:  # as when another source owns the URL
+            logger.warning("%s: %s", source, error)
 
     def _adopt(self, engine: Engine, source: str) -> Watcher:
         index = self._indexes.get(engine.role)
@@ -169,6 +188,7 @@ class Membership:
             await asyncio.gather(reader, return_exceptions=True)
         self._watchers.pop(engine, None)
         self.receipts.pop(engine, None)
+        self._drained.discard(engine)
         self._fleet.remove(engine)
         self._pool.forget(engine.base)
         logger.info("%s engine %s was removed", engine.role.value, engine.url)

@@ -37,13 +37,14 @@ class RoleSwitch:
         """
         role = Role.DECODE if old.role is Role.PREFILL else Role.PREFILL
         self._check(old, role)
-        self._membership.drain(old)
+        old.drain()
         new: Engine | None = None
         try:
             await _until(lambda: not old.open, drain_s, "its open requests did not end in time")
+            self._check_kept(old)
             new = await self._proven(old, role)
         finally:
-            if new is None and self._membership.source_of(old):  # not removed meanwhile
+            if new is None and self._membership.is_kept(old):
                 old.draining = False
         new.draining = False
         self._membership.remove(old)
@@ -79,7 +80,7 @@ class RoleSwitch:
     async def _proven(self, old: Engine, role: Role) -> Engine:
         """Return the engine in its new role after a passed probe. It gets no requests yet."""
         new = self._membership.add(role, old.spec, ADMIN)
-        self._membership.drain(new)
+        new.drain()
         proven = False
         try:
             await _until(lambda: new.up and bool(new.info.models), _UP_S, "it does not answer")
@@ -93,12 +94,18 @@ class RoleSwitch:
                 raise Refused(
                     "url", f"no KV from {prefill.url} to {decode.url}: {error}"
                 ) from error
+            self._check_kept(old, new)
             self._fleet.pairing.mark_proven(EnginePair(prefill.index, decode.index))
             proven = True
             return new
         finally:
             if not proven:
                 self._membership.remove(new)
+
+    def _check_kept(self, *engines: Engine) -> None:
+        """Refuse to go on with engines that an operator or a source did not want meanwhile."""
+        if not all(map(self._membership.is_kept, engines)):
+            raise Refused("url", "it was removed or drained meanwhile")
 
     def _partners(self, engine: Engine, role: Role) -> list[Engine]:
         """Return other engines of a role that ``engine`` can pair with, proven ones first."""

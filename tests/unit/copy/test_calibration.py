@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import multiprocessing
@@ -205,6 +206,18 @@ def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     driver = driver_where_kernels_win()
     choice = calibrated(driver, Counted(driver).make, tmp_path / "file" / "folder")
     assert choice.threshold == KERNELS
+
+
+def test_a_full_disk_keeps_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    driver = driver_where_kernels_win()
+    assert calibrated(driver, Counted(driver).make, tmp_path).threshold == KERNELS
+    assert {file.name for file in tmp_path.iterdir()} == {"copy.lock"}
 
 
 def test_without_kernels_dma_alone_is_measured(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from kvconnect.offload import copy_schedule  # noqa: E402
 from kvconnect.offload import streams as streams_module  # noqa: E402
 from kvconnect.offload.copy_executor import CopyExecutor, FinishedCopy  # noqa: E402
 from kvconnect.offload.host_arena import HostArena  # noqa: E402
-from kvconnect.offload.messages import GroupBlocks, LoadBlocks, StoreBlocks  # noqa: E402
+from kvconnect.offload.messages import GroupBlocks, JobReport, LoadBlocks, StoreBlocks  # noqa: E402
 from kvconnect.offload.streams import CudaStreams, Fence, InFlightCopy, Streams, make_streams  # noqa: E402
 from kvconnect.types import JobId, TransferType  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
@@ -303,6 +303,33 @@ def test_a_store_is_launched_when_its_fence_has_passed(rig: Rig) -> None:
     rig.submit(5, StoreBlocks, range(2), passed)
     rig.ended(1)
     assert not rig.streams.waits.acquire(blocking=False)  # no thread waited for what was over
+
+
+def test_copies_go_on_where_the_system_has_no_thread_for_waits(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvconnect-await-") and len(refused) < 2:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    fence = HeldFence()
+    rig.submit(0, StoreBlocks, range(2), fence)
+    fence.passed.set()
+    for job in range(2):
+        assert rig.streams.launched.acquire(timeout=WAIT_S)
+        rig.streams.flights[job][1].land(0.25)
+        assert [done.report for done in rig.ended(1)] == [JobReport(JobId(job), (), 0.25)]
+        rig.submit(job + 1, LoadBlocks, range(2))
+    assert len(refused) == 2
+    assert rig.streams.launched.acquire(timeout=WAIT_S)
+    rig.streams.flights[2][1].land(0.25)
+    rig.ended(1)
+    rig.executor.pause()  # nothing is in flight any more
 
 
 def test_a_store_whose_fence_fails_fails_and_the_worker_lives(rig: Rig) -> None:

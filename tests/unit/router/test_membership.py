@@ -22,14 +22,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.router.app import RouterApp
 from kvconnect.router.connections.engine_connection import BaseUrl
 from kvconnect.router.connections.pool import ConnectionPool
-from kvconnect.router.engine_spec import EngineSpec
+from kvconnect.router.engine_spec import EngineSpec, engine_spec
 from kvconnect.router.fleet import engines as breakers
 from kvconnect.router.fleet.engines import Engine, engine_breaker
 from kvconnect.router.fleet.sources import OnRefused, dns, file
 from kvconnect.router.metrics import InputKind
-from kvconnect.router.options import Sources
+from kvconnect.router.options import RouterOptions, Sources
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prompt_times import PromptTimer
@@ -211,6 +212,29 @@ async def test_engines_are_added_drained_and_removed_while_requests_run() -> Non
         admin.token = "wrong"
         assert (await admin.ask("GET"))[0] == 401
         assert (await admin.ask("POST", named))[0] == 401
+
+
+@on_loop
+async def test_an_engine_that_two_sources_name_stays_until_both_drop_it() -> None:
+    router = RouterApp(RouterOptions((), (), sources=Sources("engines")))
+    members, fleet = router._membership, router._fleet
+    specs = tuple(engine_spec("test", f"http://127.0.0.1:{port}") for port in (7, 9))
+
+    def kept() -> list[tuple[str, str]]:
+        return [(members.source_of(e), e.url) for e in fleet.all() if members.is_kept(e)]
+
+    try:
+        for source in ("file", "etcd"):
+            members.update(source, {Role.DECODE: specs})
+        assert kept() == [("file", spec.url) for spec in specs]
+        members.update("file", {Role.DECODE: specs[:1]})
+        assert kept() == [("file", specs[0].url), ("etcd", specs[1].url)]
+        members.update("file", {Role.DECODE: ()})
+        assert sorted(kept()) == [("etcd", spec.url) for spec in specs]
+        members.update("etcd", {Role.DECODE: ()})
+        assert kept() == []
+    finally:
+        await members.stop()
 
 
 @on_loop

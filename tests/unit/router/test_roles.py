@@ -173,6 +173,31 @@ async def test_what_cannot_succeed_is_refused_at_once(tmp_path: Path) -> None:
         await named.stop()
 
 
+@pytest.mark.parametrize("wish", ["DELETE", "/drain"])
+@on_loop
+async def test_what_an_operator_wants_during_a_switch_counts(wish: str) -> None:
+    ps, d = [FakeEngine(prefills), FakeEngine(hangs)], FakeEngine(decodes)
+    async with administered(ps, [d], handoff="pull") as admin:
+        requests = [asyncio.create_task(admin.router.post(ASK)) for _ in range(6)]
+        await until(lambda: bool(ps[1].asked))
+        switching = asyncio.create_task(switch(admin, "prefill", ps[1]))
+
+        async def draining() -> bool:
+            (listed,) = await admin.of(ps[1].url)
+            return bool(listed["draining"])
+
+        await until(draining)
+        named = {"role": "prefill", "url": ps[1].url}
+        method, path = ("DELETE", "") if wish == "DELETE" else ("POST", wish)
+        assert (await admin.ask(method, named, path))[0] == 200
+        ps[1].answer = both
+        for request in requests:
+            request.cancel()
+        status, said = await switching
+        assert status == 409 and "removed or drained meanwhile" in said["error"]
+        assert ps[1].url not in [url for _, url in await roles(admin)]
+
+
 @on_loop
 async def test_the_last_engine_of_a_role_stays() -> None:
     async with administered([FakeEngine(both)], [FakeEngine(both)], handoff="pull") as admin:

@@ -216,3 +216,31 @@ async def test_a_file_that_is_gone_is_logged_once_until_it_is_back(
     path.write_text("prefill http://b:1\n")
     assert [w.url for w in (await waiting)[Role.PREFILL]] == ["http://b:1"]
     await source.aclose()
+
+
+@on_loop
+async def test_a_file_that_is_being_written_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, then = (
+        "prefill http://a:1\ndecode http://b:20\n",
+        "decode http://b:20\ndecode http://c:300",
+    )
+    writing = ["", "", first, then[:7], then[:20], then[:-2], then, then]
+    polls = iter([first, *writing, "", "", "# none", "# none"])
+
+    async def read(work: Callable[[], str]) -> str:
+        return next(polls, "# none")
+
+    monkeypatch.setattr(file, "FILE_EVERY_S", 0.0)
+    monkeypatch.setattr(file, "asyncio", SimpleNamespace(to_thread=read, sleep=asyncio.sleep))
+    source = file.follow("engines", lambda *_: None)
+    found = [
+        {role.value: [spec.url for spec in specs] for role, specs in (await anext(source)).items()}
+        for _ in range(3)
+    ]
+    assert found == [
+        {"prefill": ["http://a:1"], "decode": ["http://b:20"]},
+        {"prefill": [], "decode": ["http://b:20", "http://c:300"]},
+        {"prefill": [], "decode": []},
+    ]

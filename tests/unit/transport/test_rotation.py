@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -192,6 +193,19 @@ def test_this_user_s_own_key(spoil: str, tmp_path: Path, monkeypatch: pytest.Mon
         return
     with pytest.raises(ConfigError, match="remove it, and a new one is made"):
         read_key(Settings())
+
+
+def test_a_key_that_cannot_be_written_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        read_key(Settings())
+    assert list((tmp_path / "kvconnect").iterdir()) == []
 
 
 def test_the_key_follows_the_standard_s_variables(

@@ -18,14 +18,18 @@ FILE_EVERY_S = 1.0
 
 
 async def follow(path: str, refuse: OnRefused) -> EngineSource:
-    """Poll the file; yield its engines whenever its text changes. That it cannot be read is logged
-    once, until it can; its engines stay."""
+    """Poll the file; yield its engines whenever its text has changed, and stays so for a poll: it
+    may be in the middle of being written. That it cannot be read, or is empty, is logged once,
+    until it can; its engines stay."""
     last: str | None = None
+    before: str | None = None
     why = ""
     named: NamedEngines = {}
     while True:
         try:
             text = await asyncio.to_thread(Path(path).read_text)
+            if any(named.values()) and not text.strip():
+                raise ValueError("it is empty, without a comment that it is to be")
         except (OSError, ValueError) as error:  # missing, or not text
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             if reason != why:
@@ -33,7 +37,9 @@ async def follow(path: str, refuse: OnRefused) -> EngineSource:
             why = reason
         else:
             why = ""
-            if text != last:
+            whole = last is None or text == before
+            before = text
+            if whole and text != last:
                 last = text
                 named = parse(text, named, refuse)
                 yield named
