@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -309,15 +309,19 @@ def start_agent(
     """
     path = page_path(settings, measures=True)
     memory = ProbedMemory(cache.memory, cache.device)
-    transport = open_transport(settings, "handoff", port, path, memory)
-    found = None
-    if address:
-        host, wanted = address
-        found = transport.listen(host, wanted)
-        logger.info("handing out KV blocks at %s:%d", found[0], found[1])
-    preference = PathPreference(path, settings.min_rate)
-    sessions = HandoffSessions(
-        cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference
-    )
-    sessions.speaks_for_engine, sessions.traced = sessions.speaks_for_engine or alone, traced
-    return HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found)
+    with ExitStack() as undo:
+        transport = open_transport(settings, "handoff", port, path, memory)
+        undo.callback(transport.close)
+        found = None
+        if address:
+            host, wanted = address
+            found = transport.listen(host, wanted)
+            logger.info("handing out KV blocks at %s:%d", found[0], found[1])
+        preference = PathPreference(path, settings.min_rate)
+        sessions = HandoffSessions(
+            cache.hello, cache.pages, transport, OffloadingConnectorStats(), preference
+        )
+        sessions.speaks_for_engine, sessions.traced = sessions.speaks_for_engine or alone, traced
+        agent = HandoffAgent(sessions, deadline_s, make_streams(cache.device).mark, found)
+        undo.pop_all()
+    return agent

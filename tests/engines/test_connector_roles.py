@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from array import array
 from dataclasses import replace
@@ -22,9 +24,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvconnect.disaggregation.messages import ReceiveReport
-from kvconnect.engines.vllm import sleep, translate
+from kvconnect.engines.vllm import handoff_pages, sleep, translate
 from kvconnect.engines.vllm.connector import KVConnect
-from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks, FormerAgent
+from kvconnect.engines.vllm.disaggregation_worker import (
+    DeviceBlocks,
+    FormerAgent,
+    make_handoffs,
+)
 from kvconnect.engines.vllm.idle import IdleScheduler
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
@@ -130,6 +136,32 @@ def test_nothing_is_copied_between_sleep_and_wake(monkeypatch: pytest.MonkeyPatc
     assert made == [same, {**same, "former": FormerAgent(("127.0.0.1", 5), 7)}]
     worker.close()
     assert len(closed) == 2
+
+
+def test_a_port_that_another_process_took_meanwhile_does_not_keep_a_worker_asleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvconnect.engines.vllm.worker.make_handoffs", make_handoffs)
+    monkeypatch.setattr(translate, "handoff_format", lambda *_: {})
+    monkeypatch.setattr(handoff_pages, "group_hellos", lambda *_: ())
+
+    def transports() -> int:
+        return sum(thread.name.startswith("kvconnect-tcp") for thread in threading.enumerate())
+
+    worker = make_worker()
+    address = worker.hello().address
+    assert address is not None
+    worker.begin_step(StepInstructions(epoch=7))
+    worker.release_caches()
+    before = transports()
+    with socket.create_server(address):
+        worker.restore_caches()
+        assert worker._agent is not None and worker._agent.address is None
+        worker.release_caches()
+        assert transports() == before
+    worker.restore_caches()
+    assert worker._agent is not None and worker._agent.address == address
+    worker.close()
 
 
 def test_caches_that_are_registered_again_replace_those_before() -> None:

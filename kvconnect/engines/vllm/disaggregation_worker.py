@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from kvconnect.disaggregation.agent import HandoffAgent, WorkerCache, start_agen
 from kvconnect.disaggregation.sessions import GroupPages
 from kvconnect.disaggregation.staging import make_memory
 from kvconnect.engines.vllm import handoff_pages, translate
-from kvconnect.errors import Incompatible
+from kvconnect.errors import ConfigError, Incompatible
 from kvconnect.protocol.identity import Identity
 from kvconnect.protocol.messages import HandoffHello
 from kvconnect.settings import Settings
@@ -75,13 +76,21 @@ def make_handoffs(
     memory = make_memory(area, settings.deadline_s)
     found = WorkerCache(hello, pages, memory, area.device)
     traced = translate.is_traced(vllm_config)
+    start = partial(
+        start_agent, settings, found, deadline_s=settings.deadline_s, traced=traced, port=port
+    )
     try:
-        return start_agent(settings, found, address, settings.deadline_s, traced=traced, port=port)
+        return start(address)
     except NoLocalKey as error:
         if transfer.kv_role != "kv_both":
             raise
         logger.warning("blocks can be offloaded but not handed off: %s", error)
         return None
+    except ConfigError as error:
+        if former is None or error.field != "listen":
+            raise
+        logger.error("the caches are back, but %s; until it sleeps again, nobody reads here", error)
+        return start(None)
 
 
 def _address(vllm_config: VllmConfig, settings: Settings) -> tuple[str, int]:

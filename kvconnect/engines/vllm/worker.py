@@ -72,6 +72,7 @@ class ConnectorWorker:
         self._tiers: TierWorker | None = None
         self._agent: HandoffAgent | None = None
         self._make_agent: Callable[..., HandoffAgent | None] = lambda **_: None
+        self._listens_at: tuple[str, int] | None = None  # as the scheduler was told
         self._weights: WorkerWeights | None = None
         self._looked = 0  # number of the last order to look at the weights
 
@@ -156,7 +157,7 @@ class ConnectorWorker:
         """Stop to use the KV cache: vLLM frees its memory. Waits for copies; ends the hand-offs.
         Idempotent."""
         if self._agent is not None:
-            former = FormerAgent(self._agent.address, self._step.epoch)
+            former = FormerAgent(self._listens_at, self._step.epoch)
             self._make_agent = partial(self._make_agent, former=former)
             self._agent.close()
             self._agent = None
@@ -164,7 +165,8 @@ class ConnectorWorker:
             self._tier.executor.pause()
 
     def restore_caches(self) -> None:
-        """Use the KV cache again, whose memory is back; listen where it did before. Idempotent."""
+        """Use the KV cache again, whose memory is back; listen where it did before, if nobody else
+        does by now. Idempotent."""
         if self._tier is not None:
             self._tier.executor.resume()
         self._start_agent()
@@ -319,6 +321,7 @@ class ConnectorWorker:
         self._agent = self._agent or self._make_agent(identity=self._identity)
         if self._agent is not None:
             self._agent.news = self._news
+            self._listens_at = self._agent.address or self._listens_at
 
 
 def _add_failures(
