@@ -32,7 +32,13 @@ from kvconnect.engines.vllm.disaggregation_worker import (
     make_handoffs,
 )
 from kvconnect.engines.vllm.idle import IdleScheduler
-from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.messages import (
+    LookAtWeights,
+    LookedAtWeights,
+    StepInstructions,
+    StepReports,
+    WorkerHello,
+)
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler
 from kvconnect.engines.vllm.worker import ConnectorWorker
 from kvconnect.errors import ConfigError, Incompatible
@@ -44,7 +50,7 @@ from kvconnect.offload.messages import (
     OffloadInstructions,
     StoreBlocks,
 )
-from kvconnect.protocol.identity import Identity
+from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.settings import Settings, check_settings
 from kvconnect.settings.stores import DiskSettings
 from kvconnect.tiers.messages import ABSENT, REMOVED, RemovalAnswer, TierAnswer
@@ -317,6 +323,51 @@ def test_a_failed_load_voids_its_step_s_stores_in_any_order(fails: bool, store_f
     half.on_reports(StepReports(reports[::-1] if store_first else reports))
     used = half.plan.index.slots.used
     assert used == (2 if fails else 3), "a block that was computed on a failed one"
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_blocks_get_the_name_of_a_version_only_without_kv_of_former_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool
+) -> None:
+    half, names = with_disk(tmp_path), list[bytes]()
+    assert half.tiers is not None
+    monkeypatch.setattr(half.tiers, "name_by", names.append)
+    new = Identity(weights=Weights(version="7"))
+
+    def answered(mixed: bool) -> None:
+        order = half.build_step(output(32, ([1],))).weights
+        assert order is not None
+        half.on_reports(
+            StepReports(identities={(0, 0): LookedAtWeights(order.number, new, mixed)})
+        )
+
+    half.weights_declared("7")
+    answered(mixed)
+    assert len(names) == (not mixed)
+    half.reset()
+    answered(mixed=False)
+    assert len(set(names)) == 1
+
+
+def test_a_worker_knows_whether_its_engine_has_kv_of_former_weights() -> None:
+    worker = make_worker()
+    worker.weights_updating(draft=False)  # before anything was computed
+    for step, mixed in (
+        (StepInstructions(computes=True), False),
+        (StepInstructions(), True),
+        (StepInstructions(computes=True, weights=LookAtWeights(1, "7")), True),
+        (StepInstructions(computes=True, weights=LookAtWeights(2, "", reset=True)), False),
+    ):
+        worker.begin_step(step)
+        worker.end_step()
+        reports = worker.take_reports()
+        if reports is not None:
+            assert [each.mixed for each in reports.identities.values()] == [mixed]
+        worker.weights_updating(draft=False)
+        reports = worker.take_reports()
+        assert reports is not None
+        assert [each.mixed for each in reports.identities.values()] == [True]
+    worker.close()
 
 
 def hinted(half: ConnectorScheduler, **told: Any) -> Any:

@@ -50,10 +50,20 @@ def endpoints_of(
 
 class LookAtWeights(NamedTuple):
     """An order to look whether the weights have changed; ``version``: they are declared to have it,
-    or "". Orders are numbered from 1 on."""
+    or "". ``reset``: the engine has forgotten all KV. Orders are numbered from 1 on."""
 
     number: int
     version: str
+    reset: bool = False
+
+
+class LookedAtWeights(NamedTuple):
+    """A worker's weights, with the number of the last order to look. ``mixed``: the engine's caches
+    may have KV of former ones, too."""
+
+    number: int
+    identity: Identity
+    mixed: bool = False
 
 
 @dataclass
@@ -62,8 +72,8 @@ class StepInstructions(KVConnectorMetadata):
 
     ``epoch`` identifies the engine's incarnation. ``idle``: the step computes nothing and only
     serves transfers. ``greet``: workers answer with their hellos, which vLLM itself passes on for
-    one connector only. ``timed``: number of the step if its time is measured; 0 otherwise.
-    ``weights``: the weights may have changed, and workers look.
+    one connector only. ``computes``: the step computes KV. ``timed``: number of the step if its
+    time is measured; 0 otherwise. ``weights``: the weights may have changed, and workers look.
     """
 
     offload: OffloadInstructions = field(default_factory=OffloadInstructions)
@@ -71,6 +81,7 @@ class StepInstructions(KVConnectorMetadata):
     disaggregation: DisaggregationInstructions = field(default_factory=DisaggregationInstructions)
     epoch: int = 0
     idle: bool = False
+    computes: bool = False
     greet: bool = False
     timed: int = 0
     weights: LookAtWeights | None = None
@@ -87,8 +98,7 @@ class StepReports(KVConnectorWorkerMetadata):
         answers: jobs of the secondary tiers.
         hellos: answers to ``greet``, by (pipeline rank, tensor rank).
         timed: ``timed`` of the step. vLLM passes on no report of some steps without tokens.
-        identities: the weights of workers that looked, or were told of new ones, in the same way,
-            each with the number of the last order to look.
+        identities: the weights of workers that looked, or were told of new ones, in the same way.
     """
 
     reports: list[JobReport] = field(default_factory=list)
@@ -97,7 +107,7 @@ class StepReports(KVConnectorWorkerMetadata):
     answers: list[TierAnswer] = field(default_factory=list)
     hellos: dict[tuple[int, int], WorkerHello] = field(default_factory=dict)
     timed: int = 0
-    identities: dict[tuple[int, int], tuple[int, Identity]] = field(default_factory=dict)
+    identities: dict[tuple[int, int], LookedAtWeights] = field(default_factory=dict)
 
     def is_empty(self) -> bool:
         """Return whether there is nothing to report; asked in every step."""

@@ -263,7 +263,7 @@ class ConnectorScheduler:
         self._gauges.moved |= computes or step != _NOTHING
         step.weights = self._weights.take()
         step.epoch, step.greet = self.handoff.epoch, not self.handoff.greeted
-        step.idle = not computes and self.busy and not self.plan.busy
+        step.computes, step.idle = computes, not computes and self.busy and not self.plan.busy
         if self.observer is not None:
             self.observer.step_built(step, output.num_scheduled_tokens)
         return step
@@ -356,7 +356,7 @@ class ConnectorScheduler:
             self.tiers.reset()
         self.handoff.leases.withdraw_all(time.monotonic())
         self.events.cleared()
-        self._weights.look()
+        self._weights.look(reset=True)
 
     def weights_declared(self, version: str) -> None:
         """See :class:`NamesWeights`."""

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from kvconnect.cache.model_identity import loaded_files
 from kvconnect.engines.loaded_weights import LoadedWeights, generation_of
-from kvconnect.engines.vllm.messages import LookAtWeights
+from kvconnect.engines.vllm.messages import LookAtWeights, LookedAtWeights
 from kvconnect.protocol.identity import Identity, Weights
 
 FILE_FORMATS = {
@@ -158,9 +158,15 @@ def _declared(_core: Any, weight_version: str) -> None:
 
 
 class WorkerWeights:
-    """The weights of a worker's model and of its draft model. Owned by the worker's main thread."""
+    """The weights of a worker's model and of its draft model. Owned by the worker's main thread.
+
+    Attributes:
+        computed: KV was computed since the engine last forgot all.
+        mixed: weights were replaced after that, so its caches may have KV of former ones.
+    """
 
     def __init__(self, config: VllmConfig, *, mixes: bool) -> None:
+        self.computed = self.mixed = False
         self._config = config
         self._mixes = mixes
         self._models = [
@@ -181,17 +187,25 @@ class WorkerWeights:
         for model in self._models:
             model.start()
 
-    def look(self, version: str = "") -> None:
-        """The weights may have changed; ``version``: they are declared to have it."""
+    def look(self, version: str = "", *, reset: bool = False) -> None:
+        """The weights may have changed; ``version``: they are declared to have it. ``reset``: the
+        engine has forgotten all KV."""
+        if reset:
+            self.computed = self.mixed = False
         for model in self._models:
+            before = model.known.parameters
             model.look(version)
+            others = {before, model.known.parameters} - {""}
+            self.mixed |= self.computed and len(others) > 1
 
     def updating(self, *, draft: bool) -> None:
         """The weights of the model, or of the draft model, are being replaced."""
+        self.mixed |= self.computed
         self._models[draft].updating()
 
     def updated(self, *, draft: bool, from_files: bool) -> None:
         """They have been replaced; ``from_files``: by those of the path in vLLM's configuration."""
+        self.mixed |= self.computed
         config = self._config
         files = _files(config.load_config, config.model_config) if from_files else ""
         self._models[draft].updated(files=files)
@@ -220,6 +234,7 @@ class EngineWeights:
         self._number = 0  # of the last order
         self._awaited: set[tuple[int, int]] = set()  # workers that have not answered it
         self._answered = False  # the last reports completed the answers
+        self._mixed: set[tuple[int, int]] = set()  # workers with KV of several weights
 
     @property
     def pending(self) -> bool:
@@ -231,12 +246,14 @@ class EngineWeights:
         self._start = self._start or dict(identities)
         self._present = dict(identities)
 
-    def look(self, version: str = "") -> None:
-        """The weights may have changed; ``version``: they are declared to have it."""
+    def look(self, version: str = "", *, reset: bool = False) -> None:
+        """The weights may have changed; ``version``: they are declared to have it. ``reset``: the
+        engine has forgotten all KV."""
         if self._order is None:
             self._number += 1
-        version = version or (self._order.version if self._order else "")
-        self._order = LookAtWeights(self._number, version)
+        before = self._order or LookAtWeights(self._number, "")
+        version, reset = version or before.version, reset or before.reset
+        self._order = LookAtWeights(self._number, version, reset)
 
     def take(self) -> LookAtWeights | None:
         """Return the order for the workers of the next step."""
@@ -245,10 +262,11 @@ class EngineWeights:
             self._awaited = set(self._present)
         return order
 
-    def on_reports(self, identities: Mapping[tuple[int, int], tuple[int, Identity]]) -> bool:
+    def on_reports(self, identities: Mapping[tuple[int, int], LookedAtWeights]) -> bool:
         """Take workers' reports; return whether some weights are others than before."""
         changed, awaited = False, bool(self._awaited)
-        for place, (number, identity) in identities.items():
+        for place, (number, identity, mixed) in identities.items():
+            (self._mixed.add if mixed else self._mixed.discard)(place)
             changed |= self._present.get(place) != identity
             self._present[place] = identity
             if number == self._number:
@@ -259,8 +277,9 @@ class EngineWeights:
     def settled(self) -> bytes | None:
         """Return what separates stored blocks of these weights from those of others, if the last
         reports were the rest of the answers to an order. If all ranks have one version, engines of
-        other ranks name it alike."""
-        if not self._answered:
+        other ranks name it alike. None while KV of former weights may be among that of these: other
+        engines must not find it."""
+        if not self._answered or self._mixed:
             return None
         parts = [
             generation_of(self._start.get(place, identity).weights, identity.weights)

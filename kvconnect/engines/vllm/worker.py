@@ -18,7 +18,12 @@ from kvconnect.copy import make_copier
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.disaggregation_worker import FormerAgent, make_handoffs
-from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.messages import (
+    LookedAtWeights,
+    StepInstructions,
+    StepReports,
+    WorkerHello,
+)
 from kvconnect.engines.vllm.received_blocks import ReceivedBlocks
 from kvconnect.engines.vllm.states import keeps_none
 from kvconnect.engines.vllm.stats import KVConnectStats
@@ -196,7 +201,8 @@ class ConnectorWorker:
     def _show_weights(self) -> None:
         """Tell peers and the scheduler which weights this worker has."""
         place = translate.place(self._vllm_config.parallel_config)
-        self._reports.identities[place] = self._looked, self._identity
+        mixed = self._weights is not None and self._weights.mixed
+        self._reports.identities[place] = LookedAtWeights(self._looked, self._identity, mixed)
         if self._agent is not None:
             self._agent.set_identity(self._identity)
         if self._tiers is not None:
@@ -206,8 +212,10 @@ class ConnectorWorker:
         """Start the step's loads and receives before the forward; keep its stores for later."""
         if step.weights is not None and self._weights is not None:
             self._looked = step.weights.number
-            self._weights.look(step.weights.version)
+            self._weights.look(step.weights.version, reset=step.weights.reset)
             self._show_weights()
+        if step.computes and self._weights is not None:
+            self._weights.computed = True
         if step.greet:
             place = translate.place(self._vllm_config.parallel_config)
             self._reports.hellos[place] = self.hello()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvconnect.engines.vllm import weights
-from kvconnect.engines.vllm.messages import LookAtWeights
+from kvconnect.engines.vllm.messages import LookAtWeights, LookedAtWeights
 from kvconnect.engines.vllm.weights import EngineWeights, WorkerWeights
 from kvconnect.protocol.identity import Identity, Weights
 
@@ -135,28 +135,82 @@ def test_an_engine_names_blocks_by_the_weights_that_all_workers_have() -> None:
     engine = EngineWeights()
     engine.greet({P: A, Q: A})
     assert engine.take() is None
-    engine.look()
+    engine.look(reset=True)
     engine.look("2")
     engine.look()  # a reset and a declared version before one step are one order
-    assert engine.pending and engine.take() == LookAtWeights(1, "2")
-    assert not engine.on_reports({P: (1, A)}) and engine.settled() is None
-    assert not engine.on_reports({Q: (1, A)}) and engine.settled() == b""
+    assert engine.pending and engine.take() == LookAtWeights(1, "2", reset=True)
+    assert not engine.on_reports({P: LookedAtWeights(1, A)}) and engine.settled() is None
+    assert not engine.on_reports({Q: LookedAtWeights(1, A)}) and engine.settled() == b""
 
-    assert engine.on_reports({P: (1, B), Q: (1, B)})  # told; no order
+    assert engine.on_reports({P: LookedAtWeights(1, B), Q: LookedAtWeights(1, B)})  # told; no order
     assert engine.settled() is None
     engine.look()
     assert engine.take() == LookAtWeights(2, "")
-    engine.on_reports({P: (1, B), Q: (1, B)})  # of a step before the order
+    engine.on_reports(
+        {P: LookedAtWeights(1, B), Q: LookedAtWeights(1, B)}
+    )  # of a step before the order
     assert engine.settled() is None
-    engine.on_reports({P: (2, B), Q: (2, B)})
+    engine.on_reports({P: LookedAtWeights(2, B), Q: LookedAtWeights(2, B)})
     name = engine.settled()
     assert name
     other = EngineWeights()
     other.greet({P: Identity(weights=Weights(files="b"))})  # other files and ranks
     other.look()
     other.take()
-    other.on_reports({P: (1, B)})
+    other.on_reports({P: LookedAtWeights(1, B)})
     assert other.settled() == name
+
+
+def test_names_are_settled_again_only_when_no_kv_of_former_weights_is_left() -> None:
+    engine = EngineWeights()
+    engine.greet({P: A, Q: A})
+
+    def answered(version: str = "", *, reset: bool, mixed: bool) -> bytes | None:
+        engine.look(version, reset=reset)
+        order = engine.take()
+        assert order is not None and order.reset is reset
+        engine.on_reports(
+            {P: LookedAtWeights(order.number, B, mixed), Q: LookedAtWeights(order.number, B)}
+        )
+        return engine.settled()
+
+    assert answered("2", reset=False, mixed=True) is None
+    name = answered(reset=True, mixed=False)
+    assert name and answered("2", reset=False, mixed=False) == name  # control
+
+
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("how", ["updating", "updated", "look"])
+def test_kv_of_former_weights_is_there_until_a_reset(
+    part: Part, monkeypatch: pytest.MonkeyPatch, how: str, computed: bool
+) -> None:
+    monkeypatch.setattr(weights, "_start_weights", lambda _: (Weights(files="a"), Weights()))
+    monkeypatch.setattr(weights, "_files", lambda *_: "")
+    worker: Any = weights.Worker()
+    model = torch.nn.Linear(2, 2)
+    worker.get_model = lambda: model
+    worker.get_kv_connector_handshake_metadata()
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_eplb=False), load_config=None, model_config=None
+    )
+    loaded = WorkerWeights(config, mixes=False)
+    loaded.start()
+    loaded.computed = computed
+    loaded.look("2")
+    assert not loaded.mixed, "the weights are the same"
+    with torch.no_grad():
+        model.weight += 1
+    if how == "updating":
+        loaded.updating(draft=False)
+    elif how == "updated":
+        loaded.updated(draft=False, from_files=False)
+    else:
+        loaded.look()
+    assert loaded.mixed is computed
+    loaded.look("3")
+    assert loaded.mixed is computed
+    loaded.look(reset=True)
+    assert not loaded.mixed
 
 
 def test_ranks_that_know_parameters_alone_name_them_together() -> None:
@@ -167,7 +221,9 @@ def test_ranks_that_know_parameters_alone_name_them_together() -> None:
         engine.look()
         engine.take()
         found = [Identity(weights=Weights(parameters=digest)) for digest in digests]
-        engine.on_reports({place: (1, it) for place, it in zip(places, found, strict=True)})
+        engine.on_reports(
+            {place: LookedAtWeights(1, it) for place, it in zip(places, found, strict=True)}
+        )
         return engine.settled()
 
     assert name("p", "q") == name("p", "q") != name("p", "r")
@@ -195,7 +251,7 @@ def test_a_reset_names_blocks_anew_where_experts_move_and_no_version_is_declared
         order = engine.take()
         assert order is not None
         loaded.look(order.version)
-        engine.on_reports({P: (order.number, loaded.identity)})
+        engine.on_reports({P: LookedAtWeights(order.number, loaded.identity)})
         return engine.settled()
 
     first, second = reset(), reset()
