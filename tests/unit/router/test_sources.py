@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from kubernetes import client
 
 from kvconnect.router.fleet.sources import configured_sources, file, kubernetes
+from kvconnect.router.fleet.sources.kubernetes import Slices
 from kvconnect.router.options import Sources
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from tests.fakes.engine import on_loop, until
@@ -244,3 +246,26 @@ async def test_a_file_that_is_being_written_changes_nothing(
         {"prefill": [], "decode": ["http://b:20", "http://c:300"]},
         {"prefill": [], "decode": []},
     ]
+
+
+def test_a_pod_with_addresses_of_both_families_is_one_engine() -> None:
+    def endpoint(address: str, pod: str | None) -> client.V1Endpoint:
+        target = client.V1ObjectReference(uid=pod) if pod else None
+        return client.V1Endpoint(addresses=[address], target_ref=target)
+
+    def made(name: str, family: str, *endpoints: client.V1Endpoint) -> client.V1EndpointSlice:
+        return client.V1EndpointSlice(
+            address_type=family,
+            endpoints=list(endpoints),
+            metadata=client.V1ObjectMeta(name=name),
+        )
+
+    slices = Slices(lambda text: pytest.fail(text))
+    slices.listed(
+        [
+            made("six", "IPv6", endpoint("fd00::1", "a"), endpoint("fd00::3", "c")),
+            made("four", "IPv4", endpoint("10.0.0.1", "a"), endpoint("10.0.0.2", "b")),
+            made("more", "IPv4", endpoint("10.0.0.9", None)),
+        ]
+    )
+    assert slices.ready() == {"10.0.0.1", "10.0.0.2", "10.0.0.9", "fd00::3"}

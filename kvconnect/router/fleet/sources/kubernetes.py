@@ -91,9 +91,19 @@ class _Conditions(msgspec.Struct):
     ready: bool | None = None
 
 
+class _Target(msgspec.Struct):
+    uid: str | None = None
+
+
 class _Endpoint(msgspec.Struct):
     addresses: Annotated[list[str], msgspec.Meta(min_length=1)]
     conditions: _Conditions | None = None
+    target_ref: _Target | None = None
+
+    @property
+    def pod(self) -> str:
+        """What is the same in the slices of both families of a dual-stack service."""
+        return (self.target_ref and self.target_ref.uid) or self.addresses[0]
 
 
 class _Metadata(msgspec.Struct):
@@ -102,6 +112,7 @@ class _Metadata(msgspec.Struct):
 
 class _Slice(msgspec.Struct):
     metadata: _Metadata
+    address_type: str = "IPv4"
     endpoints: list[_Endpoint] | None = None
 
 
@@ -135,14 +146,14 @@ class Slices:
         self._known.pop(_name(raw), None)
 
     def ready(self) -> set[str]:
-        """Return one address of each ready endpoint; its other addresses lead to the same engine.
-        An endpoint without the condition is ready."""
-        return {
-            endpoint.addresses[0]
-            for each in self._known.values()
-            for endpoint in each.endpoints or ()
-            if endpoint.conditions is None or endpoint.conditions.ready is not False
-        }
+        """Return one address of each ready endpoint, of IPv4 where a pod has both; its other
+        addresses lead to the same engine. An endpoint without the condition is ready."""
+        found: dict[str, str] = {}
+        for each in sorted(self._known.values(), key=lambda each: each.address_type):
+            for endpoint in each.endpoints or ():
+                if endpoint.conditions is None or endpoint.conditions.ready is not False:
+                    found.setdefault(endpoint.pod, endpoint.addresses[0])
+        return set(found.values())
 
 
 def _name(raw: object) -> str:
