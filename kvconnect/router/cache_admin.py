@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -269,5 +270,5 @@ def _read(raw: Any) -> Any:
 
 
 def _ranks(engine: Engine) -> list[int | None]:
-    ranks = len(engine.loads.own)
+    ranks = len(engine.loads.at(time.monotonic()))
     return [None] if ranks <= 1 else list(range(ranks))

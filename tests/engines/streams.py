@@ -25,14 +25,17 @@ def asked(number: int) -> Ask:
     common = {"model": "model", "max_tokens": NEW, "temperature": 0, "ignore_eos": True}
     common |= {"stream": True, "stream_options": {"include_usage": True}}
     text = TEXT * (4 + number)
-    match number % 4:
+    match number % 5:
         case 0:
             return "/v1/completions", common | {"prompt": prompt_tokens(100, start=50 * number)}
         case 1:
             return "/v1/completions", common | {"prompt": text, "stop": ["never said at all"]}
         case 2:
             return "/v1/completions", common | {"prompt": text, "return_token_ids": True}
-    return "/v1/chat/completions", common | {"messages": [{"role": "user", "content": text}]}
+    chat = common | {"messages": [{"role": "user", "content": text}]}
+    if number % 5 == 4:  # until the model's limit
+        del chat["max_tokens"]
+    return "/v1/chat/completions", chat
 
 
 @dataclass
@@ -149,5 +152,5 @@ def in_the_middle(stream: Streamed) -> bool:
     """Whether a stream has begun, and is far from its end."""
     _, body = stream.ask
     limits = body | body.get("sampling_params", {})
-    most: int = next(limits[name] for name in LIMITS if name in limits)
+    most: int = next((limits[name] for name in LIMITS if name in limits), NEW)
     return WELL_BEGUN < len(stream.events) < most // 2 and not stream.whole

@@ -337,9 +337,7 @@ def test_blocks_get_the_name_of_a_version_only_without_kv_of_former_weights(
     def answered(mixed: bool) -> None:
         order = half.build_step(output(32, ([1],))).weights
         assert order is not None
-        half.on_reports(
-            StepReports(identities={(0, 0): LookedAtWeights(order.number, new, mixed)})
-        )
+        half.on_reports(StepReports(identities={(0, 0): LookedAtWeights(order.number, new, mixed)}))
 
     half.weights_declared("7")
     answered(mixed)

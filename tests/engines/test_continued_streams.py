@@ -30,8 +30,9 @@ def test_engines_tell_where_a_character_is_incomplete(fleet: Fleet) -> None:
     engine = next(each for each in fleet.decode if each.process.poll() is None)
     text = {"model": "model", "prompt": "the sea \U0001f600", "add_special_tokens": False}
     tokens = json.loads(engine.post("/tokenize", text))["tokens"]
-    told = [
-        text_ends.ends(engine.post(text_ends.PATH, {"tokens": tokens[:end]}).encode())
+    texts = [
+        text_ends.told(engine.post(text_ends.PATH, {"tokens": tokens[:end]}).encode())
         for end in range(1, len(tokens) + 1)
     ]
+    told = [text is not None and text_ends.whole(text) for text in texts]
     assert told[0] and told[-1] and False in told

@@ -51,6 +51,7 @@ class FakeEngine:
         self.share_tickets = 0  # the same
         self.share_ticket_lifetime_s = 0.0
         self.models: tuple[str, ...] = ("tiny",)
+        self.context: int | None = 4096  # most tokens of prompt and answer
         self.well = True
         self.silent = 0  # to so many probes
         self.port = 0
@@ -101,7 +102,16 @@ class FakeEngine:
         return web.Response(status=200 if self.well else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": name} for name in self.models]})
+        listed = [{"id": name, "max_model_len": self.context} for name in self.models]
+        return web.json_response({"data": listed})
+
+    def detokenizes(self, text_of_ids: Callable[[list[int]], str]) -> None:
+        """Answer what the text of token ids is."""
+
+        async def answer(engine: FakeEngine, request: web.Request, body: Any) -> web.Response:
+            return web.json_response({"prompt": text_of_ids(body["tokens"])})
+
+        self.extra["/detokenize"] = answer
 
     async def _other(self, request: web.Request) -> web.StreamResponse:
         self.got[request.path] += 1

@@ -2,7 +2,8 @@
 
 Its tokens are pieces of UTF-8, which may end within a character. As vLLM's detokenizer does, it
 holds text back until a character is whole and while a stop string may begin there, and repeats text
-if a prompt ends within a character.
+if a prompt ends within a character. As vLLM's parsers of chats do, it may hold back what may begin
+a tag.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ TOKENS = [
 stop string may begin."""
 
 
+def text_of_ids(ids: Sequence[int], tokens: Sequence[bytes] = TOKENS) -> str:
+    """Return the text of token ids, as ``/detokenize`` does."""
+    return b"".join(tokens[id - FIRST] for id in ids).decode(errors="replace")
+
+
 def detokenized(tokens: Sequence[bytes]) -> str:
     """Return the text of the longest beginning of tokens that ends with a character."""
     for count in range(len(tokens), -1, -1):
@@ -45,12 +51,14 @@ class TokenModel:
         tokens: what it says.
         each: tokens in an event, or in one event after another, again and again.
         ids: it tells token ids to those who ask.
+        tag: its parser of chats holds back what may begin this.
     """
 
     name: str = "a"
     tokens: list[bytes] = field(default_factory=lambda: list(TOKENS))
     each: int | Sequence[int] = 1
     ids: bool = True
+    tag: str = ""
 
     def events(self, body: dict[str, Any]) -> Iterator[bytes]:
         """Yield the events of a stream."""
@@ -100,7 +108,9 @@ class _Stream:
         base = len(before)
         if before.encode() != b"".join(tokens[: self.begun]):  # the prompt ends within a character
             base = 0
-        most = self.body.get("max_tokens", None if self.chat else 16)
+        most = self.body.get("max_tokens")
+        if most is None and not self.chat:
+            most = 16
         end = len(tokens) if most is None else min(len(tokens), self.begun + most)
         sent, at = base, self.begun
         each = self.model.each
@@ -118,11 +128,18 @@ class _Stream:
             if at == end and reason is None:
                 reason = "stop" if at == len(tokens) else "length"
             upto = max(sent, len(text) - (0 if reason else self.held))
+            if not reason:
+                upto -= self._parsed(text[sent:upto])
             first = at - len(ids) == self.begun
             yield at - self.begun, self._answer(text[sent:upto], ids, reason, stopped, first=first)
             sent = upto
             if reason:
                 return
+
+    def _parsed(self, text: str) -> int:
+        """Return how many characters at the end of a text may begin the tag."""
+        tag = self.model.tag if self.chat else ""
+        return max((n for n in range(1, len(tag)) if text.endswith(tag[:n])), default=0)
 
     def _stop(self, text: str, base: int) -> tuple[str, str] | None:
         """Return the stop string that ends a text, and the text until there."""

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -38,15 +38,17 @@ def engine_breaker(since: float = 0.0) -> CircuitBreaker:
 
 @dataclass
 class EngineInfo:
-    """What an engine reports about itself; kept while it is down, refreshed when it is back.
+    """What an engine reports about itself; refreshed when it is back after it was down.
 
     Attributes:
-        models: name -> entry of ``/v1/models``.
+        models: name -> entry of ``/v1/models``; kept while it is down.
+        confirmed: it has told them since it came up.
         version: version of the engine; empty: unknown.
         engine_ids: rank -> engine id; MooncakeConnector only.
     """
 
     models: dict[str, Any] = field(default_factory=dict)
+    confirmed: bool = False
     version: str = ""
     engine_ids: dict[int, str] = field(default_factory=dict)
     _names: tuple[dict[str, Any], frozenset[str]] | None = None  # of these models
@@ -131,7 +133,8 @@ class Engine:
         share = self._tickets_of(TicketKind.SHARE, len(ranks), now)
         models, version = self.info.names, self.spec.version or self.info.version
         trusted, times = self.breaker.allows(now), self.timer.at(now)
-        parts = (up, draining, ranks, standing, share, models, version, trusted, proven, times)
+        known = models, self.info.confirmed, version
+        parts = (up, draining, ranks, standing, share, known, trusted, proven, times)
         if self._view is None or parts != self._viewed:
             self._viewed = parts
             self._view = EngineView(
@@ -148,10 +151,11 @@ class Engine:
                 proven=proven,
                 share_tickets=share,
                 times=times,
+                confirmed=self.info.confirmed,
             )
         return self._view
 
-    def mark(self, *, up: bool) -> None:
+    def mark(self, *, up: bool, forget_loads: bool = True) -> None:
         """Set whether the engine is up; drop what a restart invalidates."""
         if up == self.up:
             return
@@ -162,7 +166,10 @@ class Engine:
             self.signals.up.set()
         else:
             self._tickets.clear()  # it may come back restarted
-            self.loads.forget()
+            # A new object, as one who asks now may still get the former server's answer.
+            self.info = replace(self.info, confirmed=False, version="")
+            if forget_loads:
+                self.loads.forget()
             self.signals.up.clear()
             self.signals.down.set()
             self.suspect()
@@ -207,13 +214,20 @@ class Engine:
             self.loads.end(chosen.target.rank, chosen.tokens)
 
     @contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Count a request that will be sent after the block, so the engine is not seen as idle."""
+    def awaited(self, chosen: TargetChoice | None = None) -> Iterator[None]:
+        """Count a request that may be sent after the block, so the engine is not seen as idle.
+        ``chosen``: it will be sent there, so it is a load already."""
         self.open += 1
+        if chosen is not None:
+            now = time.monotonic()
+            self.loads.begin(chosen.target.rank, chosen.tokens, now)
+            self.breaker.begin(now)
         try:
             yield
         finally:
             self.open -= 1
+            if chosen is not None:
+                self.loads.end(chosen.target.rank, chosen.tokens)
 
     def hold_ticket(self, kind: TicketKind, rank: int, ticket: EngineTicket, asked: float) -> None:
         """Keep a ticket requested at time ``asked``, unless the engine is down."""
@@ -275,11 +289,14 @@ class Fleet:
         return engine
 
     def remove(self, engine: Engine) -> None:
-        engine.mark(up=False)  # observers forget what it was sent
-        left = self._by_role[engine.role]
-        left.pop(engine.index, None)
+        same = [other for other in self.all() if other.url == engine.url and other is not engine]
+        engine.mark(up=False, forget_loads=not same)  # observers forget what it was sent
+        self._by_role[engine.role].pop(engine.index, None)
         self.pairing.forget((engine.role, engine.index))
-        if all(other.url != engine.url for other in left.values()):
+        successors = [other for other in same if other.role is engine.role]
+        for other in successors:  # observers know engines by URL
+            self._observer.up(other)
+        if not successors:
             self._observer.remove_engine(engine.role, engine.url)
 
     def get(self, role: Role, index: int) -> Engine:

@@ -25,7 +25,7 @@ from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
-from kvconnect.router.policy.fleet_view import Role, Target
+from kvconnect.router.policy.fleet_view import ModelKnowledge, Role, Target
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.supervisor import Supervisor, TaskKind
@@ -101,8 +101,9 @@ class Prober:
 
     def _due(self) -> list[EnginePair]:
         pairing, view, now = self._fleet.pairing, self._fleet.view(), time.monotonic()
-        prefill = [w for w in view.prefill if w.up and w.models]
-        decode = [w for w in view.decode if w.up and w.models]
+        told = ModelKnowledge.CONFIRMED
+        prefill = [w for w in view.prefill if w.up and w.knowledge is told]
+        decode = [w for w in view.decode if w.up and w.knowledge is told]
         engines = [(Role.PREFILL, w.index) for w in prefill]
         engines += [(Role.DECODE, w.index) for w in decode]
         if not pairing.may_be_due(engines, now):
@@ -173,7 +174,7 @@ class Prober:
         return await self._send(decode, d, engine_bodies.pull_body(body, ticket))
 
     def _target(self, engine: Engine) -> TargetChoice:
-        ranks = len(engine.loads.own)
+        ranks = len(engine.loads.at(time.monotonic()))
         return TargetChoice(
             Target(engine.index, self._turn % ranks if ranks > 1 else None), RankingReason.TURN
         )

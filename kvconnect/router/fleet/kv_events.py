@@ -152,6 +152,8 @@ class RankEvents:
 
     def _apply_in_order(self, number: int, payload: bytes) -> None:
         self.next_number = number + 1
+        if number == 0:
+            self._index.began(self._target)
         try:
             self._apply(payload)
         except Refused:  # it may have reported removed blocks
@@ -161,7 +163,7 @@ class RankEvents:
     def _apply(self, payload: bytes) -> None:
         for event in _events(payload):
             if event is None:
-                self._index.cleared(self._target)
+                self._index.began(self._target)
             elif self._is_partial(event):
                 continue
             elif isinstance(event, _BlockRemoved):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +15,7 @@ from kvconnect.errors import Refused
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.fleet.kv_events import RankEvents, receipts_in
 from kvconnect.router.fleet.receipts import OwedReceipts
+from kvconnect.router.fleet.watch import wait
 from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.router.supervisor import Supervisor, TaskKind
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 REPLAY_S = 5.0  # limit of a whole replay
 LOOK_S = 1.0  # between two checks of the number of ranks
+HEARTBEAT_MS = 5000
+"""How often a publisher is asked whether it is there; three times as long without anything from it,
+and the connection is made anew. Otherwise, one that was cut without a word would wait for ever."""
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)  # message number that ends a replay
 _MOST_BYTES = 64 * 2**20  # limit of a message; one step's events are a few MB at most
 
@@ -47,10 +52,18 @@ class Subscriber:
         self._context = zmq.asyncio.Context.instance()
 
     async def run(self) -> None:
-        """Follow the engine's ranks as they become known, until cancelled."""
+        """Follow the engine's ranks while it is up, until cancelled."""
+        while True:
+            await self._engine.signals.up.wait()
+            await self._follow_until_down()
+
+    async def _follow_until_down(self) -> None:
+        """Follow the engine's ranks as they become known. An engine that comes back may have
+        restarted, and its blocks and message numbers with it."""
         tasks: dict[int | None, asyncio.Task[None]] = {}
         try:
-            while True:
+            went_down = False
+            while not went_down:
                 ranks = self._ranks()
                 for rank in [rank for rank in tasks if rank not in ranks]:
                     await self._end(rank, tasks.pop(rank))
@@ -58,7 +71,7 @@ class Subscriber:
                     if rank not in tasks:
                         url, work = self._engine.url, partial(self._follow, rank)
                         tasks[rank] = self._tasks.keep(TaskKind.EVENTS, url, work)
-                await asyncio.sleep(LOOK_S)
+                went_down = await wait(self._engine.signals.down, LOOK_S)
         finally:
             for rank, task in tasks.items():
                 await self._end(rank, task)
@@ -70,7 +83,7 @@ class Subscriber:
             self._index.cleared(Target(self._engine.index, rank))
 
     def _ranks(self) -> list[int | None]:
-        ranks = len(self._engine.loads.own)
+        ranks = len(self._engine.loads.at(time.monotonic()))
         return [None] if ranks == 1 else list(range(ranks))
 
     async def _follow(self, rank: int | None) -> None:
@@ -80,6 +93,7 @@ class Subscriber:
         with self._context.socket(zmq.SUB) as socket:
             socket.linger = 0
             socket.maxmsgsize = _MOST_BYTES
+            socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, 3 * HEARTBEAT_MS
             socket.subscribe(b"")
             socket.connect(f"tcp://{spec.host}:{spec.events + (rank or 0)}")
             while True:

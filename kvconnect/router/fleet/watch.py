@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from kvconnect.router.connections.engine_connection import (
     Unreachable,
 )
 from kvconnect.router.connections.http1 import request_head
-from kvconnect.router.connections.pool import ConnectionPool
+from kvconnect.router.connections.pool import ConnectionPool, within
 from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.metrics import InputKind, RouterMetrics
@@ -36,6 +37,7 @@ PROBE_EVERY_S = 2.0
 PROBE_FIRST_S = 0.5  # first pause after an engine went down; doubles
 PROBE_SELDOM_S = 8.0  # longest pause: an engine is never given up
 LEARN_EVERY_S = 30.0  # adapters are loaded and unloaded while an engine runs
+FIRST_LEARN_S = 2.0  # an engine that does not say so soon what it is counts as up all the same
 RETRY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0  # a request for a standing ticket queues behind real prefills
@@ -104,6 +106,9 @@ class Watcher:
             text = "%s engine %s is not up yet: %s; it is probed until it is"
             logger.warning(text, engine.role.value, engine.url, reason)
         self._probed = True
+        if up and not engine.up:  # it may serve other models than before
+            with suppress(*FAILED):
+                await within(self._learn(), FIRST_LEARN_S)
         engine.mark(up=up)
         self._pool.mark(engine.base, up=up)
 
@@ -146,7 +151,8 @@ class Watcher:
         Return whether every fact that routing needs was answered."""
         spec, info = self._engine.spec, self._engine.info
         models = await self._ask(InputKind.MODELS, reports.models_of, "/v1/models")
-        info.models = models or info.models
+        if models:
+            info.models, info.confirmed = models, True
         path = "/server_info" if spec.kind is EngineKind.SGLANG else "/version"
         # An engine of unknown version pairs with any other.
         info.version = await self._ask(InputKind.VERSION, reports.version_of, path) or info.version
@@ -185,6 +191,8 @@ class Watcher:
         """Query load and number of ranks; with interval 0, once whenever the engine comes up."""
         engine = self._engine
         while True:
+            if not engine.up:  # it may come back with other ranks
+                self._polled.clear()
             await engine.signals.up.wait()
             asked = engine.loads.ask(time.monotonic())
             try:
@@ -221,9 +229,9 @@ class Watcher:
     async def _keep_tickets(self) -> None:
         """Renew tickets early, and at once when the engine comes back."""
         engine = self._engine
-        await self._polled.wait()
         while True:
             await engine.signals.up.wait()
+            await self._polled.wait()
             ranks = len(engine.loads.at(time.monotonic()))
             pause = RETRY_S
             try:
@@ -270,11 +278,13 @@ def _body_of(path: str, status: int, body: bytes) -> bytes:
     return body
 
 
-async def wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for ``event``, at most ``timeout_s`` seconds. Unlike ``asyncio.wait_for`` before Python
-    3.12, this never swallows a cancellation that comes with the event."""
+async def wait(event: asyncio.Event, timeout_s: float) -> bool:
+    """Wait for ``event``, at most ``timeout_s`` seconds; return whether it came. Unlike
+    ``asyncio.wait_for`` before Python 3.12, this never swallows a cancellation that comes with the
+    event."""
     waiting = asyncio.ensure_future(event.wait())
     try:
-        await asyncio.wait({waiting}, timeout=timeout_s)
+        came, _ = await asyncio.wait({waiting}, timeout=timeout_s)
+        return bool(came)
     finally:
         waiting.cancel()

@@ -126,7 +126,7 @@ class Attempt:
         prefilling, choice = self._prefill(chosen, decode), self.legs.choice
         if choice.mode is not Mode.PULL:
             return asyncio.create_task(prefilling)
-        with decode.awaited():
+        with decode.awaited(choice.decode):
             await prefilling
         choice = self.legs.choice
         if choice.mode is Mode.PLAIN and choice.prefill_role is Role.DECODE:

@@ -45,7 +45,7 @@ from kvconnect.router.policy.no_choice import Unserved
 from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import Api
-from kvconnect.router.requests.continuation import AfterLoss
+from kvconnect.router.requests.continuation import AfterLoss, context_of
 from kvconnect.router.requests.journals import Journaled, journal_of
 from kvconnect.router.requests.retries import REFUSED_S, Withheld
 
@@ -150,10 +150,17 @@ class Exchange:
         if self._reply.began or not (services.options.continuations and request.prompt.streamed):
             return
         self._journaled = self._unjournaled = None
-        kind = services.fleet.get(Role.DECODE, choice.decode.target.engine).spec.kind
+        engine = services.fleet.get(Role.DECODE, choice.decode.target.engine)
         found: Journaled | AfterLoss = AfterLoss.RECEIPT
         if not services.options.listening.receipts:
-            found = journal_of(kind, request.api, request.body, request.prompt, room.try_take)
+            found = journal_of(
+                engine.spec.kind,
+                request.api,
+                request.body,
+                request.prompt,
+                room.try_take,
+                context=context_of(engine.info.models),
+            )
         if isinstance(found, AfterLoss):
             self._unjournaled = found
         else:
@@ -325,7 +332,7 @@ class Exchange:
                 try:
                     return await self._rest(call, passing)
                 except Interrupted:
-                    if passing.may_leave(decision, choice):
+                    if await passing.may_leave(decision, choice):
                         self._left.enter_context(call.engine.awaited())
                         raise StreamLeft(call.engine.url) from None
                     self._services.metrics.count("drained_streams", AfterDrain.STAYED.value)
@@ -354,10 +361,10 @@ class Exchange:
         if not drained:
             logger.warning("a stream of %s was cut: %s", self._request.path, str(error))
             self._services.fleet.recheck(choice)
-        if journaled.journal.finished:  # only its end is missing
+        if (ending := journaled.journal.ending()) is not None:
             self._services.metrics.count("lost_streams", AfterLoss.CONTINUED.value)
             with contextlib.suppress(ConnectionError):
-                await self._reply.write(journaled.journal.ending())
+                await self._reply.write(ending)
                 await self._reply.stream.end()
                 self._outcome = RequestOutcome.CONTINUED
             return False

@@ -96,17 +96,17 @@ class JournaledStream:
         return journal.broken
 
     async def settle(self, choice: RoutingChoice) -> None:
-        """Where it is in doubt at which token text ends, ask an engine other than the lost one of a
-        choice. Without an answer, the stream is continued further back."""
+        """Where it is in doubt at which token the client's text ends, ask an engine other than the
+        lost one of a choice. Without an answer, the stream is continued further back."""
         for _ in range(_MOST_DOUBTS):
             tail = self.journal.doubtful()
-            sure = await self._ends(tail, choice) if tail else None
-            if sure is None:
+            text = await self._text_of(tail, choice) if tail else None
+            if text is None:
                 return
-            self.journal.settle(sure=sure)
+            self.journal.settle(text)
 
-    async def _ends(self, tail: array[int], choice: RoutingChoice) -> bool | None:
-        """Return whether tokens end with a character; None if no engine says it."""
+    async def _text_of(self, tail: array[int], choice: RoutingChoice) -> str | None:
+        """Return the text of tokens; None if no engine says it."""
         model, fleet = self._request.prompt.model, self._services.fleet
         number = choice.decode.target.engine
         # It may have been removed meanwhile.
@@ -122,15 +122,16 @@ class JournaledStream:
             status, said = await self._services.client.whole(engine.base, head, body, _ENDS_S)
         except (Unreachable, ConnectionLost, TimeoutError):
             return None
-        return text_ends.ends(said) if status == 200 else None
+        return text_ends.told(said) if status == 200 else None
 
-    def may_leave(self, decision: Decision, choice: RoutingChoice) -> bool:
+    async def may_leave(self, decision: Decision, choice: RoutingChoice) -> bool:
         """Return whether the stream can go on elsewhere than at the decode engine of a choice,
         which is drained. If not, it does so there."""
         asked = self._request._replace(api=self._api)
-        if not self.journal.can_leave(asked.body):
+        if not decision.may_leave(self._services.fleet.view(), choice, asked):
             return False
-        return decision.may_leave(self._services.fleet.view(), choice, asked)
+        await self.settle(choice)
+        return self.journal.can_leave(asked.body)
 
     def goes_on_at(self, choice: RoutingChoice) -> None:
         """Count that the stream goes on at the engines of a choice."""

@@ -27,19 +27,21 @@ class Caches:
         """Return the cached prefixes of a prompt, by role and target.
 
         KV events answer for prompts of token ids; the history of sent prompts answers for others,
-        for salted prompts, and for adapters (``base`` False), which events do not identify.
+        for salted prompts, and for adapters (``base`` False), which events do not identify. Where
+        events from the beginning are missing, the longer of both answers counts.
         """
         if prefix is None:
             return {}
         ids = prefix.token_ids if base and prefix.plain else []
         found: dict[Role, dict[Target, CacheHit]] = {}
         for role, index in self.indexes.items():
-            reporting = index.targets() if ids else frozenset()
+            whole = index.whole if ids else frozenset()
             estimated = self._histories[role].match(prefix.chunk_hashes)
-            found[role] = {
-                target: hit for target, hit in estimated.items() if target not in reporting
-            }
-            found[role] |= index.match(ids)
+            here = {target: hit for target, hit in estimated.items() if target not in whole}
+            for target, hit in index.match(ids).items():
+                if target not in here or hit.tokens >= here[target].tokens:
+                    here[target] = hit
+            found[role] = here
         return found
 
     def sent(self, targets: Mapping[Role, Target], prefix: PromptPrefix | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,6 +25,14 @@ class EngineKind(StrEnum):
     NIXL = "nixl"  # vLLM with its NixlConnector: pull
     MOONCAKE = "mooncake"  # vLLM with its MooncakeConnector: pull
     SGLANG = "sglang"  # with any transfer backend: bootstrap
+
+
+class ModelKnowledge(IntEnum):
+    """How well an engine's models are known."""
+
+    NONE = 0  # it has never told them
+    EARLIER = 1  # it has told them, but not since it came up
+    CONFIRMED = 2
 
 
 class Target(NamedTuple):
@@ -59,7 +67,7 @@ class EngineView:
         up: requests may go there: it answers, and is not being drained.
         ranks: loads of its data-parallel ranks in order; one entry while their number is unknown.
         standing_tickets: by rank; None: none valid. Prefill engines only.
-        models: names that it serves; empty: unknown.
+        models: names that it serves, as it last told; empty: unknown.
         version: only engines of equal versions pair. Empty: unknown.
         name: its URL; equal after restarts and in all routers.
         trusted: it has not just failed several requests. Untrusted engines are a last resort.
@@ -67,6 +75,7 @@ class EngineView:
         share_tickets: by rank, as ``standing_tickets``; of engines that others may read from.
         times: what its prompts took.
         drained: it answers, and is being drained.
+        confirmed: it has told its models since it came up. It may have restarted with others.
     """
 
     index: int
@@ -82,10 +91,18 @@ class EngineView:
     share_tickets: tuple[str | None, ...] = ()
     times: PromptTimes = NOTHING_KNOWN
     drained: bool = False
+    confirmed: bool = True
 
     def is_same(self, other: EngineView) -> bool:
         """Whether both are one server, in two roles."""
         return bool(self.name) and self.name == other.name
+
+    @cached_property
+    def knowledge(self) -> ModelKnowledge:
+        """How well its models are known."""
+        if not self.models:
+            return ModelKnowledge.NONE
+        return ModelKnowledge.CONFIRMED if self.confirmed else ModelKnowledge.EARLIER
 
     @cached_property
     def targets(self) -> tuple[tuple[Target, TargetLoad], ...]:
@@ -110,12 +127,17 @@ class EngineView:
         bases = self.models if self.kind is EngineKind.SGLANG else ()
         return any(model.startswith(f"{name}:") for name in bases)
 
-    def pairs_with(self, other: EngineView) -> bool:
-        """Whether one can use the other's KV: same engine, connector, version and model."""
+    def pairs_with(self, other: EngineView, *, untold: bool = False) -> bool:
+        """Whether one can use the other's KV: same engine, connector, version and model.
+        ``untold``: also if only one has told its models."""
         return (
             self.kind is other.kind
             and _agree(self.version, other.version)
-            and (not self.models or not other.models or bool(self.models & other.models))
+            and (
+                bool(self.models & other.models)
+                or not (self.models or other.models)
+                or (untold and not (self.models and other.models))
+            )
         )
 
 
@@ -145,6 +167,11 @@ class FleetView:
         up = [e for e in self.decode if e.up] or self.decode
         able = any(e.kind is not EngineKind.SGLANG for e in up)
         return self.unified or (self.alone and able)
+
+    def has_common_model(self) -> bool:
+        """Whether all engines that told their models serve one of them."""
+        told = [engine.models for engine in (*self.prefill, *self.decode) if engine.models]
+        return not told or bool(frozenset.intersection(*told))
 
     def missing(self) -> list[Role]:
         """Return the roles without an engine that is up."""

@@ -78,8 +78,8 @@ class Loads:
         return True
 
     def forget(self) -> None:
-        """Drop the last report: the engine went down, and may restart."""
-        self._foreign = None
+        """Drop the last report: the engine went down, and may restart with other ranks."""
+        self._foreign, self._ranks, self._shown = None, 1, ()
 
     def at(self, now: float) -> tuple[TargetLoad, ...]:
         """Return the load of every rank; of one rank while their number is unknown. What has not
@@ -95,5 +95,6 @@ class Loads:
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Tokens of the router's own requests, by rank."""
+        """Tokens of the router's own requests, by rank, also of ranks that the engine had before a
+        restart."""
         return tuple(self._own)

@@ -19,13 +19,15 @@ class PairedEngines(NamedTuple):
 def best_group(
     view: FleetView, prefill: list[EngineView], decode: list[EngineView], turn: int
 ) -> PairedEngines | None:
-    """Return engines that pair; engines proven by probes are preferred."""
+    """Return engines that pair; engines proven by probes are preferred. Where one side has not told
+    its models, it pairs only if the other side's tell of one: it could be another."""
     proven_prefill = [engine for engine in prefill if engine.proven]
     proven_decode = [engine for engine in decode if engine.proven]
     return (
         _group(proven_prefill, proven_decode, view.broken, turn)
         or _group(prefill, decode, view.broken, turn)
         or _group(prefill, decode, (), turn)
+        or (_group(prefill, decode, (), turn, untold=True) if view.has_common_model() else None)
     )
 
 
@@ -34,6 +36,8 @@ def _group(
     decode: list[EngineView],
     broken: Collection[tuple[int, int]],
     turn: int,
+    *,
+    untold: bool = False,
 ) -> PairedEngines | None:
     """Return engines that pair. If several groups exist, as during an upgrade, each gets requests
     in proportion to its smaller side."""
@@ -47,7 +51,7 @@ def _group(
         partners = [
             other
             for other in decode
-            if engine.pairs_with(other) and (engine.index, other.index) not in broken
+            if engine.pairs_with(other, untold=untold) and (engine.index, other.index) not in broken
         ]
         if partners:
             key = tuple(other.index for other in partners)

@@ -9,7 +9,7 @@ out, because a request's tokens do not identify them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -132,13 +132,20 @@ class PrefixIndex:
         self._blocks: dict[Target, TargetBlocks] = {}
         self._where: dict[BlockName, dict[Target, int]] = {}
         self._sizes: dict[int, int] = {}  # block size -> number of targets with it
+        self._whole: set[Target] = set()
 
     def __len__(self) -> int:
         return len(self._where)
 
-    def targets(self) -> frozenset[Target]:
-        """Return the targets with known blocks."""
-        return frozenset(self._blocks)
+    @property
+    def whole(self) -> Set[Target]:
+        """Targets of which all blocks are known, since they had none; see :meth:`began`."""
+        return self._whole
+
+    def began(self, target: Target) -> None:
+        """Note that ``target`` has no blocks. What it stores from now on is reported."""
+        self.cleared(target)
+        self._whole.add(target)
 
     def stored(self, target: Target, event: StoredBlocks) -> None:
         """Add blocks of ``target``. Blocks with an unknown parent are ignored."""
@@ -182,7 +189,8 @@ class PrefixIndex:
                 self._held -= 1
 
     def cleared(self, target: Target) -> None:
-        """Remove all blocks of ``target``."""
+        """Remove all blocks of ``target``; it may still have some."""
+        self._whole.discard(target)
         blocks = self._blocks.pop(target, None)
         if blocks is None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvconnect.router.policy.fleet_view import EngineKind, EngineView
+from kvconnect.router.policy.fleet_view import EngineKind, EngineView, ModelKnowledge
 
 
 def available(
@@ -14,9 +14,17 @@ def available(
     kinds: Collection[EngineKind],
 ) -> list[EngineView]:
     """Return the engines that serve the request and are up, without those that ``failed``;
-    untrusted ones only if there are no others."""
+    untrusted ones only if there are no others.
+
+    Only those whose models are known best of all engines, up or not: SGLang answers for any name,
+    so an engine whose models are unknown could answer with another model.
+    """
     found = [e for e in serving(engines, model, kinds) if e.up and e.index not in failed]
-    return [e for e in found if e.trusted] or found
+    known = [e for e in found if e.knowledge is ModelKnowledge.CONFIRMED]
+    if found and not known:
+        best = max(e.knowledge for e in engines if e.kind in kinds)
+        known = [e for e in found if e.knowledge is best]
+    return [e for e in known if e.trusted] or known
 
 
 def serving(

@@ -60,7 +60,7 @@ class Prompt(NamedTuple):
     """Summary of a body for routing.
 
     Attributes:
-        single: one prompt with one answer, so one transfer id identifies it.
+        single: one prompt, one answer that may have one token: one transfer id identifies it.
         tokens: length of all prompts together; estimated for text.
         model: model name; empty if the body has none.
         session: key that related requests share; may be empty.
@@ -156,7 +156,8 @@ def prompt_of(body: Body) -> Prompt:
     sampled = not _is_one(body.get("n")) or not all(map(_is_one, _sampling(body)))
     prompts = sum(_count(raw_of(body, key)) for key in _PROMPTS if key in body)
     responses = not prompts and "input" in body
-    one_prompt = prompts == 1 or "messages" in body or (responses and _one_turn(body))
+    chat = "messages" in body and not _forces_tool(body)
+    one_prompt = prompts == 1 or chat or (responses and _one_turn(body))
     one_answer = not sampled and _is_one(body.get("best_of")) and not _true(body, "use_beam_search")
     tokens = sum(_ids_in(raw_of(body, key)) for key in _IDS if key in body)
     chars = sum(_chars_in(raw_of(body, key)) for key in _TEXTS if key in body)
@@ -371,6 +372,16 @@ def _longest_mark(text: bytes, depth: int = _MARK_DEPTH) -> float:
 def _words(text: bytes) -> bytes:
     """Return the part of a prompt's JSON to hash: a text without its quotes."""
     return text[1:-1] if text[:1] == b'"' else text
+
+
+def _forces_tool(body: Body) -> bool:
+    """Return whether Anthropic's API must call a certain tool: vLLM refuses to answer with one
+    token of the call, which is no JSON. Where any tool will do, it answers without a call."""
+    try:
+        found = msgspec.json.decode(raw_of(body, "tool_choice") or b"null", type=_Tool | None)
+    except _BROKEN:
+        return False
+    return found is not None and found.type == "tool"
 
 
 def _one_turn(body: Body) -> bool:

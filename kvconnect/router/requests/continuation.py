@@ -22,7 +22,7 @@ CHATS = "/v1/chat/completions"
 MOST_HELD = 1024
 """Characters of the longest stop string of a request that is continued."""
 
-_UNSAID_MAX_TOKENS = 16  # of vLLM's completions; chats have no limit
+_UNSAID_MAX_TOKENS = 16  # of vLLM's completions, also for null; a chat may fill the context
 _MOST_OBJECTS = 4096  # in messages that are looked at
 _MOST_STOPS = 4096  # texts that end an answer, and commas in them
 _UNSET = (b"", b"null")
@@ -50,7 +50,7 @@ class AfterLoss(StrEnum):
     PARSER = "parser"  # the engine makes reasoning or tool calls of its tokens
     MEMORY = "memory"  # there was none for its tokens
     TEXT = "text"  # no token is known to end where the text does
-    LENGTH = "length"  # no tokens are left to generate
+    LENGTH = "length"  # no tokens are left to generate, or nobody knows how many
     # The fleet
     LIMIT = "limit"  # of ``--continue``
     WITHHELD = "withheld"  # the request may have ended the engines
@@ -67,6 +67,7 @@ class StreamTerms(NamedTuple):
         held: characters that the engine holds back, because a stop string may begin there.
         reach: characters before the cut that the next engine must generate again, because a stop
             string may begin there.
+        context: most tokens of prompt and answer together; None: unknown.
     """
 
     chat: bool = False
@@ -74,6 +75,7 @@ class StreamTerms(NamedTuple):
     usage: bool = False
     held: int = 0
     reach: int = 0
+    context: int | None = None
 
 
 def _names(text: str) -> frozenset[str]:
@@ -124,6 +126,10 @@ DECIDED = _CARRIED | _RECKONED | _SETTLED | _UNLESS_FALSE.keys() | _UNLESS.keys(
 """Fields that prevent a continuation for a known reason, or do not. Any other one prevents it."""
 
 
+class _ModelEntry(msgspec.Struct):
+    max_model_len: int | None = None
+
+
 class _ResponseFormat(msgspec.Struct):
     type: str = ""
 
@@ -143,8 +149,22 @@ class _ChatMessage(msgspec.Struct):
 _BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
 
 
-def terms_of(api: Api, body: Body, prompt: Prompt) -> StreamTerms | AfterLoss:
-    """Return what a continuation of a stream keeps, or why there can be none."""
+def context_of(models: Mapping[str, Any]) -> int | None:
+    """Return how many tokens prompt and answer may have together at an engine of vLLM, None if it
+    does not say it. ``models``: name -> entry of ``/v1/models``: first its model, under each of its
+    names, then adapters, whose entries say nothing."""
+    try:
+        first = next(iter(models.values()), None)
+        return msgspec.convert(first, _ModelEntry).max_model_len
+    except msgspec.ValidationError:
+        return None
+
+
+def terms_of(
+    api: Api, body: Body, prompt: Prompt, context: int | None = None
+) -> StreamTerms | AfterLoss:
+    """Return what a continuation of a stream keeps, or why there can be none. ``context``: see
+    :class:`StreamTerms`."""
     chat = api.path == CHATS
     if api is not COMPLETIONS and not chat:
         return AfterLoss.API
@@ -162,10 +182,13 @@ def terms_of(api: Api, body: Body, prompt: Prompt) -> StreamTerms | AfterLoss:
         )
         for name in _RECKONED:
             _number(body, name)
+        limited = not chat or _asked_limit(body, chat=chat) is not None
     except _BROKEN:  # the engine refuses it
         return AfterLoss.FIELD
     if longest > MOST_HELD:
         return AfterLoss.FIELD
+    if not limited and context is None:
+        return AfterLoss.LENGTH
     before = max(0, longest - 1)
     told = raw_of(body, "include_stop_str_in_output") not in _FALSE
     return StreamTerms(
@@ -174,6 +197,7 @@ def terms_of(api: Api, body: Body, prompt: Prompt) -> StreamTerms | AfterLoss:
         usage=shown is not None and bool(shown.include_usage),
         held=0 if told else before,
         reach=before if told else 0,
+        context=context,
     )
 
 
@@ -182,12 +206,13 @@ def continuation_body(
 ) -> dict[str, Any] | None:
     """Return the body of a completion that goes on after ``generated``, None if nothing is left to
     generate. ``prompt``: token ids of the client's prompt."""
-    done, most = len(generated), _most(body, terms)
-    if not tokens_left(body, terms, done):
+    done = len(generated)
+    left = tokens_left(body, terms, len(prompt), done)
+    if left <= 0:
         return None
     asked = {name: value for name, value in body.items() if name in _CARRIED}
     asked["prompt"] = Raw(f"[{','.join(map(str, (*prompt, *generated)))}]".encode())
-    asked["max_tokens"] = most if most is None else most - done
+    asked["max_tokens"] = left
     if least := _number(body, "min_tokens"):
         asked["min_tokens"] = max(0, least - done)
     if (seed := _number(body, "seed")) is not None:
@@ -196,20 +221,18 @@ def continuation_body(
     return asked
 
 
-def tokens_left(body: Body, terms: StreamTerms, done: int) -> bool:
-    """Return whether anything is left to generate after so many tokens."""
-    most = _most(body, terms)
-    return most is None or most > done
+def tokens_left(body: Body, terms: StreamTerms, prompt: int, done: int) -> int:
+    """Return how many tokens are left to generate, if any, after so many of prompt and answer."""
+    most = _asked_limit(body, chat=terms.chat)
+    if most is None and terms.chat:
+        assert terms.context is not None, "without it there are no terms"
+        most = terms.context - prompt
+    return (_UNSAID_MAX_TOKENS if most is None else most) - done
 
 
-def _most(body: Body, terms: StreamTerms) -> int | None:
-    """Return the limit of a request's answer."""
-    most = _number(body, "max_completion_tokens") if terms.chat else None
-    if most is None:
-        most = _number(body, "max_tokens")
-    if most is None and not terms.chat and "max_tokens" not in body:
-        most = _UNSAID_MAX_TOKENS
-    return most
+def _asked_limit(body: Body, *, chat: bool) -> int | None:
+    most = _number(body, "max_completion_tokens") if chat else None
+    return _number(body, "max_tokens") if most is None else most
 
 
 def _prevented(name: str, raw: bytes) -> AfterLoss | None:

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvconnect.router.requests import event_form, stream_events
+from kvconnect.router.requests import event_form, stream_events, text_ends
 from kvconnect.router.requests.body import Body
 from kvconnect.router.requests.continuation import (
     AfterLoss,
@@ -72,7 +72,8 @@ class StreamJournal:
         self._head: StreamHead | None = None  # of the first engine's events
         self._prompt, self._ids = array("i"), array("i")
         self._room = 0  # tokens whose memory is taken
-        self._text = SentText(held=terms.held, reach=terms.reach)
+        before = text_ends.MOST_COMPARED if terms.chat else 0
+        self._text = SentText(held=terms.held, reach=terms.reach, before=before)
         self._usage_sent = False
         self._noted = NotedEvents(take, chat=terms.chat, shows_ids=terms.shows_ids)
         # Of the engine that continues the stream:
@@ -107,12 +108,14 @@ class StreamJournal:
         return self._text.sent
 
     def can_leave(self, body: Body) -> bool:
-        """Return whether :meth:`rest` would tell it, and there is anything to continue."""
+        """Return whether :meth:`rest` would tell it, from the best place on, and there is anything
+        to continue."""
         self._catch_up()
-        known = self._head is not None and self._prompt and any(p.sure for p in self._text.usable())
+        usable = self._text.usable()
+        known = self._head is not None and self._prompt and usable and usable[-1].sure
         if not known or self.finished or self.broken or self.prevented:
             return False
-        return tokens_left(body, self._terms, len(self._ids))
+        return tokens_left(body, self._terms, len(self._prompt), len(self._ids)) > 0
 
     def rest(self, body: Body) -> Body | AfterLoss:
         """Return what the next engine is asked, or why none is."""
@@ -133,7 +136,8 @@ class StreamJournal:
             self._prevent(AfterLoss.TEXT)
         if self.prevented is not None or place is None:
             return None
-        repeated = self._ids[place.tokens :]
+        # An engine that was lost before it had repeated all leaves the rest.
+        repeated = self._ids[place.tokens :] + self._again
         self._again = repeated if self._terms.shows_ids else array("i")
         del self._ids[place.tokens :]
         self._text.go_on(place)
@@ -144,21 +148,31 @@ class StreamJournal:
         """Return the last tokens before the best place to continue at, if it is not sure that text
         ends there, else none. :meth:`settle` may follow."""
         self._catch_up()
-        usable = [] if self.prevented is not None else self._text.usable()
+        over = self.prevented is not None or self.finished
+        usable = [] if over else self._text.usable()
         if not usable or usable[-1].sure:
             return array("i")
         end = usable[-1].tokens
         return self._ids[max(0, end - _TAIL) : end]
 
-    def settle(self, *, sure: bool) -> None:
-        """Say whether text ends at the place of :meth:`doubtful`; if not, another may follow."""
+    def settle(self, text: str) -> None:
+        """Say what the text of the tokens of :meth:`doubtful` is. If the client's does not end as
+        it does, another place may follow."""
+        sure = text_ends.whole(text)
+        if self._terms.chat:
+            sure = sure and text_ends.alike(self._text.last(), text)
         self._text.settle(sure=sure)
 
-    def ending(self) -> bytes:
-        """Return the rest of a stream that is finished but not done."""
+    def ending(self) -> bytes | None:
+        """Return the rest of a stream whose last token was sent; None: it was not, or the tokens
+        that ``usage`` counts are not known."""
+        if not self.finished:
+            return None
         self._catch_up()
         usage = b""
         if self._terms.usage and not self._usage_sent and self._head is not None:
+            if self.prevented is not None:
+                return None
             usage = stream_events.usage_event(self._head, self._part(""), chat=self._terms.chat)
         return usage + DONE + END
 
@@ -261,13 +275,20 @@ class StreamJournal:
                 self._prevent(AfterLoss.IDS)
                 self._break("sent no token ids")
                 return b""
-            new, ids = self._text.new(choice.text), self._new_ids(choice.token_ids)
-            if new is None:
+            said = TokenEvent(choice.token_ids, choice.text)
+            ids = self._new_ids(said.token_ids)
+            new = None
+            if ids is None:
+                self._break("continued with other tokens than those that were sent")
+            elif finished and self._misses(said):
+                self._break("ended before all that was sent had come again")
+            elif (new := self._text.new(said.text)) is None:
                 self._break("continued with another text than the one that was sent")
-            if new is None or self.broken:
+            if new is None:
                 return b""
             text = new
-            self._add(TokenEvent(choice.token_ids, choice.text))
+            del self._again[: len(said.token_ids)]
+            self._add(said)
             if not (text or ids or finished):  # the client has it
                 return b""
             ids = ids if self._terms.shows_ids else None
@@ -277,18 +298,20 @@ class StreamJournal:
         try:
             made = stream_events.continued(event, self._head, self._part(text, ids), chat=chat)
         except ValueError:
+            self._prevent(AfterLoss.IDS)  # its text counts as sent
             self._break(_FOREIGN)
             return b""
         self.finished = self.finished or finished
         return made
 
-    def _new_ids(self, ids: list[int]) -> list[int]:
-        """Return those that the client does not have."""
+    def _new_ids(self, ids: list[int]) -> list[int] | None:
+        """Return those that the client does not have; None: what it has were others."""
         known = min(len(ids), len(self._again))
-        if ids[:known] != self._again[:known].tolist():
-            self._break("continued with other tokens than those that were sent")
-        del self._again[:known]
-        return ids[known:]
+        return ids[known:] if ids[:known] == self._again[:known].tolist() else None
+
+    def _misses(self, last: TokenEvent) -> bool:
+        """Return whether a continuation with this end lacks anything that the client has."""
+        return self._text.lacks(last.text) or len(self._again) > len(last.token_ids)
 
     def _add(self, said: TokenEvent) -> None:
         """Note an event's tokens, and where they end in the text."""
@@ -300,7 +323,8 @@ class StreamJournal:
                 return
         self._ids.extend(ids)
         if said.text:
-            self._text.ends(len(self._ids), sure=len(ids) == 1)
+            parsed = self._terms.chat and not self._resumed
+            self._text.ends(len(self._ids), sure=len(ids) == 1 and not parsed)
         self._text.forget()
 
     def _part(self, text: str, ids: list[int] | None = None) -> EventPart:

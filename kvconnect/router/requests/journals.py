@@ -25,8 +25,7 @@ class Journal(Protocol):
         by_ids: its engines are asked for token ids.
         prevented: why the stream cannot be continued; None: it can be.
         broken: why the engine's stream is no good; empty: it is.
-        finished: the answer's last token was sent.
-        done: so was the end of the stream.
+        done: the end of the stream was sent.
     """
 
     prevented: AfterLoss | None
@@ -35,8 +34,6 @@ class Journal(Protocol):
 
     @property
     def by_ids(self) -> bool: ...
-    @property
-    def finished(self) -> bool: ...
     @property
     def sent(self) -> int:
         """How much of the stream the client has; grows with it."""
@@ -60,11 +57,12 @@ class Journal(Protocol):
     def doubtful(self) -> array[int]:
         """See :meth:`StreamJournal.doubtful`."""
 
-    def settle(self, *, sure: bool) -> None:
+    def settle(self, text: str) -> None:
         """See :meth:`StreamJournal.settle`."""
 
-    def ending(self) -> bytes:
-        """Return the rest of a stream that is finished but not done."""
+    def ending(self) -> bytes | None:
+        """Return the rest of a stream whose last token was sent; None: it was not, or the rest is
+        not known."""
 
 
 class Journaled(NamedTuple):
@@ -75,11 +73,18 @@ class Journaled(NamedTuple):
 
 
 def journal_of(
-    kind: EngineKind, api: Api, body: Body, prompt: Prompt, take: Callable[[int], bool]
+    kind: EngineKind,
+    api: Api,
+    body: Body,
+    prompt: Prompt,
+    take: Callable[[int], bool],
+    *,
+    context: int | None = None,
 ) -> Journaled | AfterLoss:
     """Return the journal of a stream of an engine of a kind, or why it has none. ``take``: takes so
-    many bytes of memory for it; returns whether they are left."""
-    ids = terms_of(api, body, prompt) if kind in _OF_VLLM else AfterLoss.API
+    many bytes of memory for it; returns whether they are left. ``context``: see
+    :class:`StreamTerms`."""
+    ids = terms_of(api, body, prompt, context) if kind in _OF_VLLM else AfterLoss.API
     if isinstance(ids, StreamTerms):
         return Journaled(StreamJournal(ids, take), COMPLETIONS._replace(kinds=_OF_VLLM))
     if ids in (AfterLoss.LOGPROBS, AfterLoss.PROMPTS):  # nor can that be compared

@@ -65,9 +65,11 @@ def _merged(answer: Raw, prefilled: Raw) -> dict[str, Any]:
     meta: dict[str, Any] = msgspec.json.decode(fields[_META], type=dict[str, Raw])
     theirs = msgspec.json.decode(prefilled, type=dict[str, Raw])
     source = msgspec.json.decode(theirs[_META], type=dict[str, Raw])
-    prompts = {name: source[name] for name in _PROMPTS if name in source}
-    if _PROMPTS[0] not in prompts:
+    if (_PROMPTS[0] in source) != (_PROMPTS[0] in meta):
         raise KeyError(_PROMPTS[0])
+    if _PROMPTS[0] not in source:  # this prompt's were not asked for
+        return fields
+    prompts = {name: source[name] for name in _PROMPTS if name in source}
     meta |= {name: found for name, found in prompts.items() if bytes(found) not in _NULL}
     if bytes(meta.get(_FIRST, b"")) not in _NULL and bytes(source.get(_FIRST, b"")) not in _NULL:
         mine, first = _items(bytes(meta[_FIRST])), _items(bytes(source[_FIRST]))

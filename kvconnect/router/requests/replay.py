@@ -44,8 +44,9 @@ def replay_of(
     names = (api.sglang_id,) if kind is EngineKind.SGLANG else ()  # of the request there
     if any(raw_of(body, name) not in _FALSE for name in (*_AT_ONE_ENGINE, *names)):
         return AfterLoss.FIELD
-    if not prompt.single:  # of a response: the engine itself calls tools
-        return AfterLoss.TOOLS if api.path == _RESPONSES else AfterLoss.PROMPTS
+    if not prompt.single:  # of these two: they call tools
+        several = api.path not in (_RESPONSES, _MESSAGES)
+        return AfterLoss.PROMPTS if several else AfterLoss.TOOLS
     sampling = body
     if api.path == SGLANG_GENERATE:
         if raw_of(body, "return_logprob") not in _FALSE:

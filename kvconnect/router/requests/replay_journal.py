@@ -34,7 +34,6 @@ class ReplayJournal:
     """The journal of one stream. See :class:`Journal` for what others use of it."""
 
     by_ids = False
-    finished = False  # the rest is answered again, however short it is
 
     def __init__(self, events: Callable[[], EventFormat]) -> None:
         """``events``: makes what reads the events of one engine."""
@@ -89,12 +88,11 @@ class ReplayJournal:
         """Return no token: text is compared."""
         return array("i")
 
-    def settle(self, *, sure: bool) -> None:
+    def settle(self, text: str) -> None:
         """Nothing is in doubt."""
 
-    def ending(self) -> bytes:
-        """Nothing: see ``finished``."""
-        return b""
+    def ending(self) -> None:
+        """Return none: the rest is answered again, however short it is."""
 
     def _event(self, event: bytes) -> bytes:
         """Return what the client gets now that there is one more event."""

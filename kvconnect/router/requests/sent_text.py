@@ -1,10 +1,11 @@
 """What of an answer's text a client has, and where its tokens end in it. Pure.
 
 The next engine must begin where a token's text ends. An event with one token and with text ends
-there; one without text may end within a character; one with several tokens may too, unless an
-engine says that it does not (:meth:`SentText.settle`). Text that an engine holds back for stop
-strings is not sent, though its tokens are known. So such places are kept, and the text since the
-first of them, to be compared with what the next engine generates.
+there; one without text may end within a character; one with several tokens may too, and a parser
+may hold back a part of any token's text. Whether text ends at such a place, an engine can say
+(:meth:`SentText.settle`). Text that an engine holds back for stop strings is not sent, though its
+tokens are known. So such places are kept, and the text since the first of them, to be compared
+with what the next engine generates.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class SentText:
         sent: characters that the client has.
     """
 
-    def __init__(self, *, held: int, reach: int) -> None:
-        """See :class:`StreamTerms`."""
-        self._held, self._reach = held, reach
+    def __init__(self, *, held: int, reach: int, before: int = 0) -> None:
+        """See :class:`StreamTerms`. ``before``: characters that are kept before the places."""
+        self._held, self._reach, self._before = held, reach, before
         self.sent = 0
         self._ends = [TextEnd(0, 0)]  # the last sure one whose text was sent, and later ones
-        self._kept, self._kept_at = "", 0  # what was sent since the first of them
+        self._kept, self._kept_at = "", 0  # what was sent since the first of them, and before it
         self._at = 0  # characters that this engine has sent, and those before it
 
     def new(self, text: str) -> str | None:
@@ -51,6 +52,10 @@ class SentText:
         self._kept += new
         return new
 
+    def lacks(self, text: str) -> bool:
+        """Return whether an engine that ends with a text has not sent all that the client has."""
+        return self._at + len(text) < self.sent
+
     def ends(self, tokens: int, *, sure: bool) -> None:
         """Note that the text of the engine ends with so many tokens."""
         self._ends.append(TextEnd(tokens, self._at + self._held, sure))
@@ -59,6 +64,10 @@ class SentText:
         """Return the places whose text was sent, the last one last."""
         usable = max(0, self.sent - self._reach)
         return [place for place in self._ends if place.chars <= usable]
+
+    def last(self) -> str:
+        """Return the end of the text before the last usable place."""
+        return self._kept[: self.usable()[-1].chars - self._kept_at]
 
     def settle(self, *, sure: bool) -> None:
         """Say whether text ends at the last usable place; if not, it is none."""
@@ -90,4 +99,5 @@ class SentText:
             del self._ends[0]
         # From where the engine that continues the stream is, too: its text is still compared.
         begins = min(self._at, self._ends[0].chars if self._ends else self.sent)
+        begins = max(self._kept_at, begins - self._before)
         self._kept, self._kept_at = self._kept[begins - self._kept_at :], begins

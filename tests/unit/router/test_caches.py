@@ -17,9 +17,12 @@ from kvconnect.errors import Refused
 from kvconnect.router.fleet import kv_subscriber, watch
 from kvconnect.router.fleet.kv_events import RankEvents
 from kvconnect.router.options import Listening
-from kvconnect.router.policy.fleet_view import Target
+from kvconnect.router.policy.caches import Caches
+from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.prefixes import MOST_SIZES, CacheHit, PrefixIndex
 from kvconnect.router.policy.ranking import RankingPolicy
+from kvconnect.router.policy.rules import RoutingRules
+from kvconnect.router.requests.body import prefix_of, read_body
 from tests.fakes.engine import (
     ASK,
     Bench,
@@ -58,6 +61,31 @@ def told(*events: Any) -> PrefixIndex:
     index = PrefixIndex()
     assert RankEvents(A, index).receive(0, batch(*events))
     return index
+
+
+def test_history_counts_where_events_do_not_tell_all() -> None:
+    caches = Caches(RoutingRules(prefill=RankingPolicy.CACHE_AWARE))
+    prefix = prefix_of(read_body(json.dumps({"prompt": TOKENS + [1] * 16}).encode()))
+    role, later = Role.PREFILL, batch(stored([5] * 4, first=9, parent=8))
+
+    def hits(*numbered: tuple[int, bytes]) -> int:
+        feed = RankEvents(A, caches.indexes[role])
+        for number, payload in numbered:
+            if not feed.receive(number, payload):
+                feed.recover(number, payload)
+        found = caches.hits(prefix, base=True)[role].get(A, CacheHit()).tokens
+        caches.indexes[role].cleared(A)
+        return found
+
+    caches.sent({role: A}, prefix)
+    assert hits() == 32
+    assert hits((7, later)) == 32, "the prompt's blocks were stored before"
+    assert hits((7, batch(stored(TOKENS)))) == 32, "the longer of both"
+    assert hits((0, batch(stored(TOKENS)))) == 16, "all events are known"
+    assert hits((0, batch())) == 0
+    assert hits((0, batch()), (2, later)) == 32, "one was lost"
+    caches.forget(role, 0, 1)
+    assert hits((7, batch(stored(TOKENS)))) == 16
 
 
 # Events -----------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_an_upgrade_gets_requests_by_the_smaller_side() -> None:
 VERSIONS = st.sampled_from(["", "1", "2"])
 ENGINES = st.sampled_from(list(EngineKind))
 MODELS = st.sampled_from([frozenset(), frozenset({"a"}), frozenset({"b"}), frozenset({"a", "b"})])
-FLEETS = st.lists(st.tuples(st.booleans(), VERSIONS, ENGINES, MODELS), max_size=4)
+FLEETS = st.lists(st.tuples(st.booleans(), VERSIONS, ENGINES, MODELS, st.booleans()), max_size=4)
 
 
 @given(FLEETS, FLEETS, st.sampled_from(["", "a"]), st.integers(0, 99), st.booleans())
@@ -181,25 +181,31 @@ def test_any_choice_is_a_pair_that_can_hand_over(
 ) -> None:
     def fleet(some: list[Any]) -> tuple[EngineView, ...]:
         return tuple(
-            engine(n, up=up, version=version, kind=kind, models=models)
-            for n, (up, version, kind, models) in enumerate(some)
+            engine(n, up=up, version=version, kind=kind, models=models, confirmed=confirmed)
+            for n, (up, version, kind, models, confirmed) in enumerate(some)
         )
 
     def serves(side: list[Any], one: EngineView) -> bool:
         """SGLang serves the one model of its side under any name."""
-        kinds_and_models = {(kind, models) for _, _, kind, models in side}
+        kinds_and_models = {(kind, models) for _, _, kind, models, _ in side}
         any_name = one.kind is EngineKind.SGLANG and len(kinds_and_models) == 1
         return any_name or one.serves(model)
 
     view = FleetView(fleet(prefill), fleet(decode))
     request = RoutedRequest(turn, 10, model, single=single)
     found = choose(view, request, FailedTargets(), RULES)
-    pairs = [
-        (p, d)
-        for p in view.prefill
-        for d in view.decode
-        if p.up and d.up and p.pairs_with(d) and serves(prefill, p) and serves(decode, d)
+    usable = [
+        [
+            e
+            for e in engines
+            if e.up and serves(side, e) and e.knowledge is max(each.knowledge for each in engines)
+        ]
+        for side, engines in ((prefill, view.prefill), (decode, view.decode))
     ]
+    both = [(p, d) for p in usable[0] for d in usable[1]]
+    pairs = [(p, d) for p, d in both if p.pairs_with(d)]
+    if not pairs and view.has_common_model():
+        pairs = [(p, d) for p, d in both if p.pairs_with(d, untold=True)]
     if found is None:
         assert not pairs
         try:
@@ -231,6 +237,56 @@ def test_models_decide_who_may_serve() -> None:
     unknown = FleetView((*view.prefill, engine(2, up=False)), (*view.decode, engine(2, up=False)))
     assert "serves the model 'c'" in explain_no_choice(unknown, missing)
     assert "no prefill engine is up" in explain_no_choice(FleetView((), view.decode), ASK)
+
+
+SGLANG = EngineKind.SGLANG
+NAMED, UNTOLD = {"kind": SGLANG, "models": frozenset({"a"})}, {"kind": SGLANG}
+OTHER, EARLIER = NAMED | {"models": frozenset({"b"})}, NAMED | {"confirmed": False}
+
+
+def placed(prefill: list[Any], decode: list[Any], model: str) -> set[tuple[int, int]]:
+    """Return the pairs that requests for a model go to."""
+    sides = (tuple(engine(n, **e) for n, e in enumerate(side)) for side in (prefill, decode))
+    view = FleetView(*sides)
+    found = [chosen(view, model=model, turn=turn) for turn in range(9)]
+    return {(f.prefill.target.engine, f.decode.target.engine) for f in found if f is not None}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "want"),
+    [
+        ([NAMED, UNTOLD], [NAMED, UNTOLD], {(0, 0)}),
+        ([NAMED, UNTOLD], [NAMED | {"up": False}, UNTOLD], set()),
+        ([NAMED, UNTOLD], [EARLIER | {"up": False}, UNTOLD], set()),
+        ([NAMED, EARLIER], [EARLIER, NAMED], {(0, 1)}),
+        ([NAMED, OTHER], [EARLIER, OTHER], set()),
+        ([NAMED], [EARLIER], {(0, 0)}),
+        ([EARLIER], [EARLIER, UNTOLD], {(0, 0)}),
+        ([UNTOLD, UNTOLD], [UNTOLD], {(0, 0), (1, 0)}),
+        ([NAMED], [UNTOLD], {(0, 0)}),
+        ([NAMED, OTHER], [UNTOLD], set()),
+        ([UNTOLD], [NAMED, OTHER], set()),
+    ],
+)
+def test_an_engine_gets_no_request_while_others_are_known_better(
+    prefill: list[Any], decode: list[Any], want: set[tuple[int, int]]
+) -> None:
+    assert placed(prefill, decode, "a") == want
+
+
+def test_a_request_that_names_no_model_goes_to_engines_of_one() -> None:
+    assert placed([NAMED, UNTOLD], [UNTOLD, NAMED], "") == {(0, 1)}
+    assert placed([NAMED, OTHER], [EARLIER, OTHER], "") == {(1, 1)}
+    assert placed([NAMED, OTHER], [UNTOLD], "") == set()
+    assert placed([EARLIER], [EARLIER], "") == placed([NAMED], [UNTOLD], "") == {(0, 0)}
+
+
+def test_a_model_that_an_engine_may_still_tell_of_is_not_missing_for_good() -> None:
+    view = FleetView(
+        (engine(0, **NAMED), engine(1, **UNTOLD)), (engine(0, **NAMED), engine(1, **UNTOLD))
+    )
+    assert chosen(view, model="b") is None
+    assert "serves the model 'b'" in explain_no_choice(view, ASK._replace(model="b"))
 
 
 @pytest.mark.parametrize(

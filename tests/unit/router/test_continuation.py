@@ -18,6 +18,7 @@ from kvconnect.router.requests.continuation import (
     MOST_HELD,
     AfterLoss,
     StreamTerms,
+    context_of,
     continuation_body,
     terms_of,
 )
@@ -34,10 +35,15 @@ def parsed(asked: dict[str, Any]) -> dict[str, Raw]:
     return {name: Raw(json.dumps(value).encode()) for name, value in asked.items()}
 
 
-def terms(asked: dict[str, Any], path: str = "") -> StreamTerms | AfterLoss:
+def terms(
+    asked: dict[str, Any], path: str = "", context: int | None = 100
+) -> StreamTerms | AfterLoss:
     path = path or ("/v1/chat/completions" if "messages" in asked else "/v1/completions")
     body = parsed(asked)
-    return terms_of(next(api for api in APIS if api.path == path), body, prompt_of(body))
+    api = next(api for api in APIS if api.path == path)
+    found = terms_of(api, body, prompt_of(body), context)
+    assert isinstance(found, AfterLoss) or found.context == context
+    return found
 
 
 def body(asked: dict[str, Any]) -> dict[str, Any] | None:
@@ -112,18 +118,44 @@ def test_other_apis_have_no_token_ids(path: str) -> None:
     ],
 )
 def test_what_does_not(field: dict[str, Any]) -> None:
-    assert terms(ASK | field) == StreamTerms()
-    assert terms(CHAT | field) == StreamTerms(chat=True)
+    assert terms(ASK | field, context=None) == StreamTerms()
+    assert terms(CHAT | field) == StreamTerms(chat=True, context=100)
 
 
 def test_terms() -> None:
-    assert terms(ASK | {"return_token_ids": True}) == StreamTerms(shows_ids=True)
-    assert terms(ASK | {"stream_options": {"include_usage": True}}) == StreamTerms(usage=True)
+    every = StreamTerms(context=100)
+    assert terms(ASK | {"return_token_ids": True}) == every._replace(shows_ids=True)
+    assert terms(ASK | {"stream_options": {"include_usage": True}}) == every._replace(usage=True)
     stops = ASK | {"stop": ["ab", "\u00e9\u00e9\u00e9\u00e9"]}
-    assert terms(stops) == StreamTerms(held=3)
-    assert terms(stops | {"include_stop_str_in_output": True}) == StreamTerms(reach=3)
+    assert terms(stops) == every._replace(held=3)
+    assert terms(stops | {"include_stop_str_in_output": True}) == every._replace(reach=3)
     texts = [{"type": "text", "text": "a"}]
-    assert terms(CHAT | {"messages": [TURN | {"content": texts}]}) == StreamTerms(chat=True)
+    assert terms(CHAT | {"messages": [TURN | {"content": texts}]}) == every._replace(chat=True)
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": None, "max_completion_tokens": None}])
+def test_a_chat_without_a_limit_needs_that_of_the_model(limit: dict[str, Any]) -> None:
+    assert terms(CHAT | limit, context=None) is AfterLoss.LENGTH
+    limited = {"max_completion_tokens": 5}
+    assert terms(CHAT | limit | limited, context=None) == StreamTerms(chat=True)
+    full = terms(CHAT | limit, context=5)  # two tokens of the prompt, three of the answer
+    assert isinstance(full, StreamTerms)
+    assert continuation_body(parsed(CHAT | limit), full, *NUMBERS) is None
+
+
+@pytest.mark.parametrize(
+    ("models", "context"),
+    [
+        ({"m": {"max_model_len": 40}}, 40),
+        ({"m": {"max_model_len": 40}, "adapter": {"parent": "m", "max_model_len": None}}, 40),
+        ({"m": {}}, None),
+        ({"m": {"max_model_len": "40"}}, None),
+        ({"m": 3}, None),
+        ({}, None),
+    ],
+)
+def test_the_models_limit(models: dict[str, Any], context: int | None) -> None:
+    assert context_of(models) == context
 
 
 def test_the_next_engine_gets_the_rest() -> None:
@@ -140,8 +172,9 @@ def test_the_next_engine_gets_the_rest() -> None:
 def test_limits_are_those_of_the_api() -> None:
     for asked, most in (
         (ASK, 13),
-        (ASK | {"max_tokens": None}, None),
-        (CHAT, None),
+        (ASK | {"max_tokens": None}, 13),
+        (CHAT, 95),
+        (CHAT | {"max_tokens": None}, 95),
         (CHAT | {"max_tokens": 5}, 2),
         (CHAT | {"max_tokens": 5, "max_completion_tokens": 9}, 6),
         (CHAT | {"max_tokens": 5, "max_completion_tokens": None}, 2),

@@ -29,7 +29,7 @@ from tests.fakes.engine import (
     says,
     until,
 )
-from tests.fakes.token_model import DONE, PROMPT, TOKENS, TokenModel, merged
+from tests.fakes.token_model import DONE, PROMPT, TOKENS, TokenModel, merged, text_of_ids
 
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 18, "stream": True, "temperature": 0}
 ASK |= {"stream_options": {"include_usage": True}}
@@ -48,6 +48,8 @@ class Lives:
     names: list[str] = field(default_factory=lambda: list("abcdefgh"))
     last: bytes = b""  # sent before the end
     each: int = 1  # tokens in an event
+    tokens: list[bytes] = field(default_factory=lambda: list(TOKENS))
+    tag: str = ""  # see TokenModel
 
     async def answer(
         self, engine: FakeEngine, request: web.Request, body: dict[str, Any]
@@ -58,7 +60,8 @@ class Lives:
         death = self.deaths.pop(0) if self.deaths else None
         stream = await begin_stream(request)
         name = self.names[len(self.asked) - 1]
-        events = list(TokenModel(name, each=self.each).events(body))
+        model = TokenModel(name, self.tokens, each=self.each, tag=self.tag)
+        events = list(model.events(body))
         return await sent_until(request, stream, events, Death(death, self.how, self.last))
 
 
@@ -68,6 +71,8 @@ async def router(
 ) -> AsyncIterator[Bench]:
     prefill = [] if unified else [FakeEngine(prefills), FakeEngine(prefills)]
     decode = [FakeEngine(lives.answer) for _ in range(engines)]
+    for engine in (*prefill, *decode):
+        engine.detokenizes(text_of_ids)
     mode: Any = "none" if unified else options.pop("handoff", "push")
     async with bench(prefill, decode, handoff=mode, continuations=continuations, **options) as made:
         yield made
@@ -133,7 +138,7 @@ async def test_the_prefill_engine_that_has_the_prompt_hands_off(path: str, hando
         assert first["return_token_ids"] and then["return_token_ids"]
         assert then["kv_transfer_params"]["do_remote_prefill"]
         assert first["kv_transfer_params"] != then["kv_transfer_params"]
-        assert then["max_tokens"] == (13 if path == "/v1/completions" else None)
+        assert then["max_tokens"] == (13 if path == "/v1/completions" else 4096 - len(PROMPT) - 3)
         assert "return_token_ids" not in asked[1][1]
 
 
@@ -231,8 +236,7 @@ async def test_where_text_ends_is_asked_if_events_have_several_tokens(serves: bo
 
     async with router(lives) as made:
         for engine in made.decode:
-            if serves:
-                engine.extra["/detokenize"] = detokenize
+            engine.extra["/detokenize"] = detokenize if serves else says(404, {})
         assert merged((await made.post(ASK)).body) == whole("/v1/completions")
         generated = [100 + at for at in range(9)]
         assert questions == ([generated, generated[:6]] if serves else [])
@@ -341,6 +345,34 @@ async def test_streams_of_other_apis_end_as_ever() -> None:
         asked = {"model": "tiny", "input": "a", "stream": True, "temperature": 0}
         assert b"was lost" in (await made.post(asked, "/pooling")).body
         assert await lost(made, AfterLoss.API) == 1
+
+
+@on_loop
+async def test_a_sampled_chat_without_a_limit_ends_where_the_models_is_not_known() -> None:
+    """A greedy one is answered again."""
+    for temperature, result in ((1, AfterLoss.LENGTH), (0, AfterLoss.CONTINUED)):
+        lives, path = Lives([-5, None]), "/v1/chat/completions"
+        engines = [FakeEngine(lives.answer) for _ in range(2)]
+        for engine in engines:
+            engine.context = None
+        async with bench([], engines, handoff="none", continuations=1) as made:
+            reply = await made.post(CHAT | {"temperature": temperature}, path)
+            assert await lost(made, result) == 1
+            assert (b"was lost" in reply.body) == bool(temperature)
+            assert temperature or merged(reply.body) == whole(path)
+            assert not any(asked.get("return_token_ids") for asked in lives.asked)
+
+
+@on_loop
+async def test_what_a_parser_holds_back_is_asked_of_another_engine() -> None:
+    tokens = [b"if", b" x", b" <", b" 5", b"."]
+    lives, path = Lives([-4, None], tokens=tokens, tag="<tool>"), "/v1/chat/completions"
+    async with router(lives) as made:
+        for engine in made.decode:
+            engine.detokenizes(lambda ids: text_of_ids(ids, tokens))
+        reply = await made.post(CHAT, path)
+        assert merged(reply.body) == merged(TokenModel("a", tokens).answer(CHAT))
+        assert lives.asked[1]["prompt"] == [*PROMPT, 100, 101]
 
 
 @on_loop

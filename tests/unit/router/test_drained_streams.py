@@ -29,7 +29,7 @@ from tests.fakes.engine import (
     says,
     until,
 )
-from tests.fakes.token_model import PROMPT, TOKENS, TokenModel, merged
+from tests.fakes.token_model import PROMPT, TOKENS, TokenModel, merged, text_of_ids
 
 ASK = {"model": "tiny", "prompt": "hello", "max_tokens": 18, "stream": True, "temperature": 0}
 ASK |= {"stream_options": {"include_usage": True}}
@@ -90,6 +90,8 @@ async def fleet(
 ) -> AsyncIterator[Admin]:
     prefill = [] if handoff == "none" else [FakeEngine(prefills), FakeEngine(prefills)]
     decode = [FakeEngine(answer) for _ in range(engines)]
+    for engine in (*prefill, *decode):
+        engine.detokenizes(text_of_ids)
     made = administered(prefill, decode, handoff=handoff, continuations=continuations)
     async with made as admin:
         yield admin
@@ -145,7 +147,7 @@ async def test_the_drained_engine_hands_its_stream_off(path: str, handoff: str) 
         assert params["do_remote_decode"] and params["kvconnect"] == {"if_able": True}
         ticket = then["kv_transfer_params"]
         assert ticket["kvconnect_ticket"] == f"ticket {params['transfer_id']}"
-        assert then["max_tokens"] == (12 if path == "/v1/completions" else None)
+        assert then["max_tokens"] == (12 if path == "/v1/completions" else 4096 - len(PROMPT) - 5)
         await until(lambda: first.dropped == 1)
         assert await results(admin) == {"handed_off": 1}
         assert await admin.router.metric("requests_total", **HANDED, outcome="continued") == 1
@@ -286,6 +288,20 @@ async def test_what_cannot_leave_stays(why: str) -> None:
         assert first.dropped == 0
         assert await results(admin) == ({"stayed": 1} if journaled else {})
         assert await admin.router.metric("requests_total", **PLAIN, outcome="ok") == 1
+
+
+@on_loop
+async def test_a_chat_stays_if_nobody_says_where_its_text_ends() -> None:
+    made, path = Decoding(), "/v1/chat/completions"
+    async with fleet(made.answer) as admin:
+        for engine in admin.router.decode:
+            engine.extra["/detokenize"] = says(404, {})
+        reply, first, other = await begin(admin, made, CHAT | {"temperature": 1}, path)
+        await drain(admin, first)
+        await until(lambda: stayed(admin))
+        made.gate.set()
+        assert merged((await reply).body) == whole(path)
+        assert not other.asked and first.dropped == 0
 
 
 async def stayed(admin: Admin) -> bool:

@@ -179,6 +179,11 @@ def test_a_body_that_is_none_is_refused(raw: bytes, says: str) -> None:
         ({"input": "a", "tools": [{"type": "function"}, {"type": "mcp"}]}, False, 0),
         ({"input": "a", "tools": ["odd"]}, False, 0),
         ({"messages": [], "tools": [{"type": "custom"}], "system": "a" * 8}, True, 2),
+        # One token of a forced call is no JSON, and vLLM refuses to say it.
+        ({"messages": [], "tool_choice": {"type": "tool", "name": "look"}}, False, 0),
+        ({"messages": [], "tool_choice": {"type": "any"}}, True, 0),
+        ({"messages": [], "tool_choice": {"type": "function", "function": {}}}, True, 0),
+        ({"messages": [], "tool_choice": "tool"}, True, 0),
         ({}, False, 0),
     ],
 )

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import Mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.router import cache_admin
 from kvconnect.router.engine_spec import engine_spec
 from kvconnect.router.fleet import engines
 from kvconnect.router.fleet.engines import Engine
+from kvconnect.router.fleet.handoff_probes import Prober
+from kvconnect.router.fleet.kv_subscriber import Subscriber
 from kvconnect.router.policy.choice import TargetChoice
-from kvconnect.router.policy.fleet_view import EngineView, Role, Target
+from kvconnect.router.policy.fleet_view import EngineView, ModelKnowledge, Role, Target
 from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prompt_times import FEWEST, STALE_S, PromptTimer, StartedPrompt
 from kvconnect.router.policy.ranking import RankingReason
@@ -36,6 +40,7 @@ class Life:
         self.engine = made_engine()
         self.now = time.monotonic() + 1  # breakers ignore what began before an engine was up
         self.prompts: list[StartedPrompt] = []
+        self.announced: list[AbstractContextManager[None]] = []
         self.open = 0
 
     def ups(self) -> None:
@@ -54,8 +59,19 @@ class Life:
         models = ({"a": {}}, {"a": {}, "b": {}}, {})
         self.engine.info.models = models[(len(self.engine.info.models) + 1) % 3]
 
+    def is_confirmed(self) -> None:
+        self.engine.info.confirmed = True
+
     def is_updated(self) -> None:
         self.engine.info.version += "1"
+
+    def is_announced(self) -> None:
+        self.announced.append(self.engine.awaited(CHOSEN))
+        self.announced[-1].__enter__()
+
+    def is_not_awaited(self) -> None:
+        if self.announced:
+            self.announced.pop().__exit__(None, None, None)
 
     def is_asked(self) -> None:
         self.engine.began(CHOSEN, self.now)
@@ -137,6 +153,57 @@ def test_a_proof_is_seen() -> None:
     engine = made_engine()
     for proven in (False, True, False):
         assert engine.view(1.0, proven=proven).proven is proven
+
+
+def test_models_are_not_confirmed_after_a_restart() -> None:
+    engine = made_engine()
+
+    def seen() -> tuple[ModelKnowledge, frozenset[str], str]:
+        view = engine.view(1.0, proven=False)
+        return view.knowledge, view.models, view.version
+
+    assert seen() == (ModelKnowledge.NONE, frozenset(), "")
+    engine.mark(up=True)
+    info = engine.info
+    info.models, info.version, info.confirmed = {"a": {}}, "1", True
+    assert seen() == (ModelKnowledge.CONFIRMED, {"a"}, "1")
+    engine.mark(up=False)
+    engine.mark(up=True)
+    assert seen() == (ModelKnowledge.EARLIER, {"a"}, "")
+    info.models, info.confirmed = {"b": {}}, True
+    assert seen()[:2] == (ModelKnowledge.EARLIER, {"a"}), "the answer came from the former server"
+
+
+def test_an_announced_request_is_a_load_and_the_trial() -> None:
+    engine, now = made_engine(), time.monotonic()
+    for _ in range(engines.FAILURES):
+        engine.breaker.failed(now - 10, now - 10)
+    assert engine.view(now, proven=False).trusted
+    with engine.awaited(CHOSEN):
+        view = engine.view(now, proven=False)
+        assert ([load.own for load in view.ranks], view.trusted) == ([10], False)
+        assert engine.open == 1
+    assert ([load.own for load in engine.loads.at(now)], engine.open) == ([0], 0)
+    with engine.awaited():
+        assert ([load.own for load in engine.loads.at(now)], engine.open) == ([0], 1)
+
+
+def test_ranks_from_before_a_restart_are_not_used() -> None:
+    engine = made_engine()
+    engine.mark(up=True)
+    engine.loads.report(engine.loads.ask(1.0), dict.fromkeys(range(4), 0.0))
+    prober = Prober(Mock(), Mock(), Mock())
+
+    def ranks() -> tuple[Any, ...]:
+        probed = {prober._target(engine).target.rank for prober._turn in range(8)}
+        followed = Subscriber(engine, None, Mock())._ranks()
+        return probed, followed, cache_admin._ranks(engine)
+
+    assert ranks() == ({0, 1, 2, 3}, [0, 1, 2, 3], [0, 1, 2, 3])
+    engine.mark(up=False)
+    engine.mark(up=True)
+    assert ranks() == ({None}, [None], [None])
+    assert engine.view(2.0, proven=False).targets[0][0] == Target(0)
 
 
 def test_an_engine_to_which_nothing_happens_costs_nothing_new(monkeypatch: Any) -> None:

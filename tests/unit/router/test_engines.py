@@ -20,6 +20,7 @@ from tests.fakes.engine import (
     Bench,
     FakeEngine,
     Handler,
+    administered,
     bench,
     decodes,
     hangs,
@@ -190,6 +191,96 @@ async def test_each_attempt_has_an_id_of_its_own() -> None:
         assert len(set(ids)) == 2 and "mine" not in ids
 
 
+class Reticent(FakeEngine):
+    """An engine that does not say what it serves until it may."""
+
+    def __init__(self, answer: Handler) -> None:
+        super().__init__(answer)
+        self.may_tell = asyncio.Event()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self.got["/v1/models"] += 1
+        await self.may_tell.wait()
+        return await super()._models(request)
+
+
+async def is_up(router: Bench, engine: FakeEngine) -> bool:
+    role = "prefill" if engine in router.prefill else "decode"
+    return await router.metric("upstream_up", role=role, upstream=engine.url) == 1
+
+
+async def is_down(router: Bench, engine: FakeEngine) -> bool:
+    return not await is_up(router, engine)
+
+
+@on_loop
+async def test_an_engine_gets_no_request_until_it_says_what_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "FIRST_LEARN_S", 0.01)
+    some, others = FakeEngine(decodes), Reticent(decodes)
+    some.settings = others.settings = ",engine=sglang"
+    others.models = ("other",)
+    async with bench([], [some, others], handoff="none") as router:
+        await until(lambda: is_up(router, others))
+        await until(lambda: router.answers("/v1/models", 200))
+        asked = [ASK, {"prompt": "hello"}] * 3
+        assert {(await router.post(body)).status for body in asked} == {200}
+        status, said, _ = await router.post(ASK | {"model": "other"})
+        assert (status, b"serves the model 'other'" in said) == (503, True)
+        assert (len(some.asked), others.asked) == (len(asked), [])
+        others.may_tell.set()
+
+        async def served() -> bool:
+            return (await router.post(ASK | {"model": "other"})).status == 200
+
+        await until(served)
+        assert len(some.asked) == len(asked)
+        # It comes back with another model.
+        others.well = False
+        await until(lambda: is_down(router, others))
+        others.models, count = ("third",), len(others.asked)
+        others.may_tell.clear()
+        others.well = True
+        await until(lambda: is_up(router, others))
+        assert (await router.post(ASK | {"model": "other"})).status == 503
+        assert (await router.post(ASK)).status == 200
+        assert len(others.asked) == count
+
+
+@on_loop
+async def test_engines_that_never_say_what_they_serve_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "FIRST_LEARN_S", 0.01)
+    p, d = Reticent(decodes), Reticent(decodes)
+    p.settings, d.settings = ",engine=sglang,bootstrap=9123", ",engine=sglang"
+    p.standing_ticket_lifetime_s = 0
+    async with bench([p], [d]) as router:
+        await until(lambda: router.answers("/health", 200))
+        assert (await router.post(ASK)).status == 200
+        p.may_tell.set()
+        asked = p.got["/v1/models"]
+        await until(lambda: p.got["/v1/models"] > asked + 1)
+        assert (await router.post(ASK)).status == 200, "the only one of its role"
+
+
+@on_loop
+async def test_an_engine_is_up_when_it_has_said_what_it_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "FIRST_LEARN_S", 60.0)
+    d = Reticent(decodes)
+    d.well = False
+    async with bench([], [d], handoff="none") as router:
+        d.well = True
+        await until(lambda: d.got["/v1/models"] > 0)
+        assert not await is_up(router, d)
+        d.may_tell.set()
+        await until(lambda: is_up(router, d))
+        assert await router.answers("/v1/models", 200)
+
+
 # vLLM -------------------------------------------------------------------------------------------
 
 
@@ -209,6 +300,24 @@ async def test_ranks_of_vllm_are_named_in_a_header_and_have_cards_of_their_own()
         assert [h["x-data-parallel-rank"] for h in d.headers] == ["0", "1"]
         given = d.asked[0][PARAMS]["kvconnect_ticket"]
         assert given == p.ticket_of_rank["1"], "the ticket of the rank that computes"
+
+
+@on_loop
+async def test_ranks_are_those_since_the_restart() -> None:
+    p, d = vllm(prefills, [0.5, 0.1]), vllm(decodes, [0.0, 0.0, 0.2])
+    async with bench([p], [d]) as router:
+        await engines_are_known(router)
+        await until(lambda: p.standing_tickets >= 2)
+        p.well = d.well = False
+        await until(lambda: is_down(router, d))
+        await until(lambda: is_down(router, p))
+        p.ticket_of_rank.clear()
+        d.extra["/metrics"] = hangs
+        p.well = d.well = True
+        await until(lambda: router.answers("/health", 200))
+        await until(lambda: p.ticket_of_rank.keys() == {"0", "1"})
+        assert (await router.post(ASK)).status == 200
+        assert "x-data-parallel-rank" not in d.headers[-1], "how many it has is unknown"
 
 
 @on_loop
@@ -355,6 +464,21 @@ async def test_a_load_that_is_not_told_is_unknown(answer: Handler) -> None:
         labels = {"role": "prefill", "upstream": p.url, "rank": "0"}
         assert await router.metric("foreign_tokens", **labels) == -1
         assert (await router.post(ASK)).status == 200
+
+
+@on_loop
+async def test_a_request_that_waits_for_prefill_is_a_load_of_its_decode_engine() -> None:
+    p, ds = vllm(hangs, [0.0]), [vllm(decodes, [0.0]), vllm(decodes, [0.25])]
+    async with administered([p], ds, handoff="pull") as admin:
+        await engines_are_known(admin.router)
+        body = ASK | {"prompt": [1] * 100}
+        asking = [asyncio.create_task(admin.router.post(body)) for _ in range(10)]
+        await until(lambda: len(p.asked) == len(asking))
+        listed = [await admin.of(d.url) for d in ds]
+        assert [each["requests"] for (each,) in listed] == [7, 3], "400 tokens were there before"
+        for task in asking:
+            task.cancel()
+        await until(lambda: _no_tokens_in_flight(admin.router))
 
 
 @on_loop

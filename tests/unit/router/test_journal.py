@@ -5,24 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from msgspec import Raw
 
-from kvconnect.router.requests.apis import APIS
-from kvconnect.router.requests.body import prompt_of
-from kvconnect.router.requests.continuation import (
-    AfterLoss,
-    StreamTerms,
-    continuation_body,
-    terms_of,
-)
-from kvconnect.router.requests.journal import Delivered, StreamJournal
+from kvconnect.router.requests.continuation import AfterLoss
+from kvconnect.router.requests.journal import Delivered
+from tests.fakes.journaled import Continued, streamed
 from tests.fakes.token_model import (
     DONE,
     END,
@@ -30,6 +21,7 @@ from tests.fakes.token_model import (
     PROMPT,
     TOKENS,
     TokenModel,
+    detokenized,
     merged,
     text_of,
 )
@@ -41,6 +33,7 @@ ASKED = {
     "plain": ASK,
     "all": ASK | {"max_tokens": 100},
     "no limit": {"prompt": "a", "stream": True},
+    "null": {"prompt": "a", "stream": True, "max_tokens": None},
     "usage": ASK | USAGE,
     "ids": ASK | USAGE | {"return_token_ids": True},
     "stop": ASK | {"stop": ["END", "STARTs again and again"], "max_tokens": 100},
@@ -53,61 +46,6 @@ ASKED = {
     "chat, ids": CHAT | {"return_token_ids": True, "max_tokens": 9},
 }
 EVERY = pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-
-
-def parsed(asked: dict[str, Any]) -> dict[str, Raw]:
-    return {name: Raw(json.dumps(value).encode()) for name, value in asked.items()}
-
-
-def terms(asked: dict[str, Any]) -> StreamTerms | AfterLoss:
-    path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
-    api = next(api for api in APIS if api.path == path)
-    body = parsed(asked)
-    return terms_of(api, body, prompt_of(body))
-
-
-class Continued:
-    """A client's stream through a journal, from one engine after another."""
-
-    def __init__(self, asked: dict[str, Any], memory: int = 1 << 30) -> None:
-        found = terms(asked)
-        assert isinstance(found, StreamTerms), found
-        self.asked, self.terms, self.memory = asked, found, memory
-        self.journal = StreamJournal(found, self._take)
-        self.got = b""
-
-    def _take(self, size: int) -> bool:
-        self.memory -= size
-        return self.memory >= 0
-
-    def feed(self, chunks: Sequence[bytes]) -> None:
-        for chunk in chunks:
-            self.got += self.journal.feed(chunk)
-
-    def resumed(self) -> dict[str, Any]:
-        """Return what the next engine is asked."""
-        delivered = self.journal.resume()
-        assert delivered is not None, self.journal.prevented
-        return self.body(delivered)
-
-    def body(self, delivered: Delivered) -> dict[str, Any]:
-        made = continuation_body(parsed(self.asked), self.terms, *delivered)
-        assert made is not None
-        return dict(json.loads(msgspec.json.encode(made))) | {"return_token_ids": True}
-
-    def go_on(self, model: TokenModel) -> None:
-        """Have another engine continue it to its end."""
-        if self.journal.finished:
-            if not self.journal.done:
-                self.got += self.journal.ending()
-        else:
-            self.feed(list(model.events(self.resumed())))
-            assert not self.journal.broken
-
-
-def streamed(asked: dict[str, Any], model: TokenModel) -> list[bytes]:
-    """Return the events of an engine that is asked for ids too."""
-    return list(model.events(asked | {"return_token_ids": True}))
 
 
 @EVERY
@@ -142,8 +80,8 @@ def test_it_goes_on_again_and_again(name: str) -> None:
         stream.feed(events[: 12 if "stop" in asked else 4])
         engines += 1
         assert engines < 12 and not stream.journal.broken
-        if stream.journal.finished and not stream.journal.done:
-            stream.got += stream.journal.ending()
+        if not stream.journal.done and (ending := stream.journal.ending()) is not None:
+            stream.got += ending
             break
         if not stream.journal.done:
             events = list(TokenModel("b").events(stream.resumed()))
@@ -191,11 +129,11 @@ def test_events_of_several_tokens_go_on_where_a_character_ends(asking: bool) -> 
     assert text_of(stream.got) == "ab\U0001f600"
     assert stream.journal.doubtful().tolist() == [100, 101, 102, 103]
     if asking:
-        stream.journal.settle(sure=False)
+        stream.journal.settle("ab\U0001f600c\ufffd")
         assert not stream.journal.doubtful()
         stream.feed(events[2:3])
         assert stream.journal.doubtful()[-1] == 105
-        stream.journal.settle(sure=True)
+        stream.journal.settle("whatever it is")
         assert not stream.journal.doubtful()
     begun = 6 if asking else 2  # without an answer: where a single token told it
     body = stream.resumed()
@@ -231,7 +169,7 @@ def test_doubts_are_bounded() -> None:
         stream.feed([event])
     assert stream.journal.doubtful()[-1] == 100 + 2 * 1799 - 1
     for _ in range(8):
-        stream.journal.settle(sure=False)
+        stream.journal.settle("another text")
     assert stream.journal.resume() is None
     assert stream.journal.prevented is AfterLoss.TEXT
 
@@ -297,6 +235,58 @@ def test_what_an_engine_reports_of_its_end_reaches_no_client(event: bytes, why: 
     assert stream.got == b"".join(list(TokenModel("a").events(ASK))[:3])
     stream.go_on(TokenModel("b"))
     assert merged(stream.got) == merged(TokenModel("a").answer(ASK))
+
+
+@pytest.mark.parametrize("name", ["stops, with ids", "stop is told"])
+def test_an_engine_that_ends_too_early_breaks_the_stream(name: str) -> None:
+    """It samples another end of the answer while it generates again what was sent."""
+    asked, model = ASKED[name], TokenModel("a")
+    events = streamed(asked, model)
+    broken = 0
+    for cut in range(8, len(events) - 2):
+        for end in (1, 2):
+            stream = Continued(asked)
+            stream.feed(events[:cut])
+            if stream.journal.finished:
+                continue
+            before, body = stream.got, stream.resumed()
+            begun = len(body["prompt"]) - len(PROMPT)
+            ends = TokenModel("b", TOKENS[: begun + end])
+            stream.feed(list(ends.events(body)))
+            said = detokenized(TOKENS[: begun + end])
+            again = begun + end >= cut or not stream.terms.shows_ids
+            if len(said) >= len(text_of(before)) and again:
+                continue
+            assert "ended before" in stream.journal.broken
+            assert text_of(stream.got) == text_of(before)
+            broken += 1
+            stream.go_on(TokenModel("c"))
+            assert merged(stream.got) == merged(model.answer(asked))
+    assert broken
+
+
+def test_ids_come_once_if_an_engine_is_lost_before_it_has_repeated_all() -> None:
+    asked = ASKED["stops, with ids"]
+    events = streamed(asked, TokenModel("a"))
+    for cut in range(4, len(events) - 2):
+        stream = Continued(asked)
+        stream.feed(events[:cut])
+        if stream.journal.finished:
+            continue
+        stream.feed(list(TokenModel("b").events(stream.resumed()))[:1])
+        stream.go_on(TokenModel("c"))
+        assert merged(stream.got) == merged(TokenModel("a").answer(asked)), cut
+
+
+def test_without_memory_for_the_last_tokens_no_usage_is_made_up() -> None:
+    stream = Continued(ASKED["usage"], memory=4 * len(PROMPT))
+    (event, *_) = streamed(ASKED["usage"] | {"max_tokens": 1}, TokenModel("a"))
+    stream.feed([event])
+    assert stream.journal.finished and stream.journal.ending() is None
+    assert stream.journal.rest({}) is AfterLoss.MEMORY
+    stream = Continued(ASK, memory=4 * len(PROMPT))
+    stream.feed([event])
+    assert stream.journal.ending() == DONE  # there is nothing to count
 
 
 def test_where_there_are_no_ids_there_is_no_continuation() -> None:

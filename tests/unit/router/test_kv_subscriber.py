@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvconnect.router.engine_spec import engine_spec
 from kvconnect.router.fleet import kv_subscriber, watch
+from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.options import Listening
+from kvconnect.router.policy.fleet_view import Role
+from kvconnect.router.policy.loads import Loads
+from kvconnect.router.policy.prefixes import PrefixIndex
+from kvconnect.router.policy.prompt_times import PromptTimer
 from kvconnect.router.policy.ranking import RankingPolicy
 from tests.fakes.engine import (
     FakeEngine,
@@ -18,7 +27,7 @@ from tests.fakes.engine import (
     prefills,
     until,
 )
-from tests.fakes.event_publisher import publisher
+from tests.fakes.event_publisher import batch, publisher
 
 TOLD = Listening(hit_headers=True)
 
@@ -80,6 +89,105 @@ async def test_prompts_go_where_events_say_they_are_cached() -> None:
             assert events.repeated >= 1 and replays >= 0
             assert await router.metric("hit_tokens_total", which="expected") >= 64
             assert await router.metric("hit_tokens_total", which="found") >= 60
+
+
+@contextlib.asynccontextmanager
+async def following(port: int, replay: int = 0) -> AsyncIterator[tuple[Engine, PrefixIndex, Any]]:
+    """Follow an engine that is up; also yield the outcomes of its messages."""
+    settings = f",events={port}" + (f",replay={replay}" if replay else "")
+    spec, index, outcomes = engine_spec("test", f"http://127.0.0.1:1{settings}"), PrefixIndex(), []
+    engine = Engine(Role.PREFILL, 0, spec, Loads(60.0), lambda _: None, PromptTimer())
+    engine.mark(up=True)
+    subscriber = kv_subscriber.Subscriber(engine, index, lambda *said: outcomes.append(said[-1]))
+    running = asyncio.create_task(subscriber.run())
+    try:
+        yield engine, index, outcomes
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@on_loop
+async def test_no_block_outlives_its_engine_however_far_the_next_one_has_counted() -> None:
+    old, new = list(range(16)), list(range(100, 116))
+    async with publisher() as events, following(events.port, events.replay) as at:
+        engine, index, outcomes = at
+
+        async def heard() -> bool:
+            await events.publish()
+            return bool(outcomes)
+
+        events.sent.append(batch(stored(old)))
+        await until(heard)
+        await until(lambda: index.match(old) != {})
+        count = len(events.sent)
+        engine.mark(up=False)
+        await until(lambda: len(index) == 0)
+        engine.mark(up=True)
+        # The numbers go on as if nothing had been: only the replay is of the new engine.
+        events.sent[:] = [batch(stored(new)), *[batch()] * count]
+
+        async def replayed() -> bool:
+            await events.publish()
+            return index.match(new) != {}
+
+        await until(replayed)
+        assert index.match(old) == {}
+
+
+class Cable:
+    """A connection to a port that can be cut so that neither end is told."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._copies: list[asyncio.Task[None]] = []
+        self._ends: list[asyncio.StreamWriter] = []
+        self.connections = 0
+
+    async def connected(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        far, there = await asyncio.open_connection("127.0.0.1", self._to)
+        self._ends += [back, there]
+        ways = ((near, there), (far, back))
+        self._copies += [asyncio.create_task(self._copy(*way)) for way in ways]
+
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            sink.write(data)
+
+    def cut(self) -> None:
+        for copy in self._copies:
+            copy.cancel()
+
+    async def close(self) -> None:
+        self.cut()
+        for end in self._ends:
+            end.close()
+        await asyncio.gather(
+            *self._copies, *(end.wait_closed() for end in self._ends), return_exceptions=True
+        )
+
+
+@on_loop
+async def test_a_connection_that_was_cut_without_a_word_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_subscriber, "HEARTBEAT_MS", 50)
+    async with publisher() as events:
+        cable = Cable(events.port)
+        server = await asyncio.start_server(cable.connected, "127.0.0.1", 0)
+        async with server, following(server.sockets[0].getsockname()[1]) as (_, _, outcomes):
+
+            async def heard(more: int) -> bool:
+                await events.publish()
+                return len(outcomes) > more
+
+            await until(lambda: heard(0))
+            cable.cut()
+            await until(lambda: cable.connections > 1)
+            count = len(outcomes)
+            await until(lambda: heard(count))
+        await cable.close()
 
 
 @on_loop

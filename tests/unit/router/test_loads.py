@@ -121,7 +121,9 @@ def test_requests_end_after_an_engine_came_back_with_fewer_ranks() -> None:
     loads = Loads(stale_s=10.0)
     assert loads.report(loads.ask(0.0), {0: 0, 1: 0, 2: 0})
     loads.begin(2, 50, 0.0)
+    assert len(loads.at(0.0)) == 3
     loads.forget()
+    assert [load.foreign for load in loads.at(0.5)] == [None], "how many it has is unknown"
     assert loads.report(loads.ask(1.0), {0: 0})
     assert loads.at(1.0) == (TargetLoad(0, 0),)
     loads.end(2, 50)

@@ -54,6 +54,14 @@ def test_prefills_are_put_into_decodes_answer(many: bool) -> None:
         assert (each["text"], meta["id"], meta["text_offset"]) == ("a", "x", 1)
 
 
+def test_prompts_that_did_not_ask_for_them_are_answered_as_they_are() -> None:
+    without = {"text": "b", "meta_info": {"id": "y"}}
+    answer, prefilled = [told([]), without], [told([[None, 5]]), {**without, "text": "c"}]
+    found = json.loads(with_prompt_logprobs(*(json.dumps(s).encode() for s in (answer, prefilled))))
+    assert found[0]["meta_info"]["input_token_logprobs"] == [[None, 5]]
+    assert found[1] == without
+
+
 def test_an_answer_without_them_is_an_error_and_not_silence() -> None:
     for answer in (b"[1]", b"{}", b"no", b'[{"meta_info":{}}]'):
         with pytest.raises(Refused):

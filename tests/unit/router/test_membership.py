@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ from kvconnect.router.connections.engine_connection import BaseUrl
 from kvconnect.router.connections.pool import ConnectionPool
 from kvconnect.router.engine_spec import EngineSpec, engine_spec
 from kvconnect.router.fleet import engines as breakers
-from kvconnect.router.fleet.engines import Engine, engine_breaker
+from kvconnect.router.fleet.engines import Engine, Fleet, engine_breaker
 from kvconnect.router.fleet.sources import OnRefused, dns, file
 from kvconnect.router.metrics import InputKind
 from kvconnect.router.options import RouterOptions, Sources
@@ -263,6 +264,27 @@ async def test_an_engine_comes_back_where_one_is_drained() -> None:
         await until(lambda: _at(in_flight, 0))
         _, said = await admin.ask("POST", named, "/drain")
         assert (said["number"], said["draining"]) == (1, True)
+        assert await router.metric("upstream_up", role="decode", upstream=d.url) == 1
+
+
+def test_a_removed_engine_takes_nothing_from_others_at_its_url() -> None:
+    observer, spec = Mock(), engine_spec("decode", "http://engine")
+    fleet = Fleet(RouterOptions((), (spec,)), observer)
+    old, new = fleet.all()[0], fleet.add(Role.DECODE, spec)
+    both = fleet.add(Role.PREFILL, spec)
+    for engine in (old, new, both):
+        engine.mark(up=True)
+    new.loads.report(new.loads.ask(time.monotonic()), {0: 7.0, 1: 7.0})
+    for left in (new, both):
+        observer.reset_mock()
+        fleet.remove(old)
+        assert [load.foreign for load in left.loads.at(time.monotonic())] == [7, 7]
+        seen = [(call.args[0].index, call.args[0].up) for call in observer.up.call_args_list]
+        assert seen == ([(0, False), (1, True)] if left is new else [(1, False)])
+        assert observer.remove_engine.called is (left is both)
+        old = new
+    fleet.remove(both)
+    assert [load.foreign for load in both.loads.at(time.monotonic())] == [None]
 
 
 @on_loop

@@ -46,7 +46,7 @@ def test_removal_ends_a_prefix_and_tiers_weigh() -> None:
     index.removed(A, [2, 2, 99], CacheTier.HOST)
     assert index.match(TOKENS) == {A: CacheHit(4, 4.0, 4)}
     index.cleared(A)
-    assert (index.match(TOKENS), len(index), index.targets()) == ({}, 0, frozenset())
+    assert (index.match(TOKENS), len(index), index.whole) == ({}, 0, set())
 
 
 def test_what_is_only_on_a_disk_is_not_read_by_others() -> None:

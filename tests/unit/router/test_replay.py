@@ -83,6 +83,7 @@ def test_greedy_ones_are_not(path: str) -> None:
         (RESPONSES, {"previous_response_id": "resp_a"}, AfterLoss.FIELD),
         (RESPONSES, {"background": True}, AfterLoss.FIELD),
         (RESPONSES, {"tools": [{"type": "web_search_preview"}]}, AfterLoss.TOOLS),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "look"}}, AfterLoss.TOOLS),
         (CHATS, {"n": 2}, AfterLoss.PROMPTS),
         (COMPLETIONS.path, {"prompt": ["a", "b"]}, AfterLoss.PROMPTS),
         (COMPLETIONS.path, {"session_params": {"id": "a"}}, AfterLoss.FIELD),

@@ -84,7 +84,7 @@ async def test_an_engine_switches_there_and_back_under_load() -> None:
 async def test_who_passed_its_probe_is_proven_where_there_are_probes(
     monkeypatch: pytest.MonkeyPatch, probe_s: float
 ) -> None:
-    monkeypatch.setattr(handoff_probes, "LOOK_S", 60.0)  # so that no other probe is made
+    monkeypatch.setattr(handoff_probes.Prober, "_due", lambda _: [])  # no other probe is made
     ps, d = [FakeEngine(prefills), FakeEngine(both)], FakeEngine(decodes)
     async with administered(ps, [d], intervals=Intervals(probe_s=probe_s), handoff="pull") as admin:
         _, said = await switch(admin, "prefill", ps[1])

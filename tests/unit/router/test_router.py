@@ -759,7 +759,8 @@ async def test_models_are_those_of_a_decode_engine() -> None:
     p, d = pair()
     async with bench([p], [d]) as router:
         status, body, _ = await router.get("/v1/models")
-        assert (status, json.loads(body)["data"]) == (200, [{"id": "tiny"}])
+        listed = [{"id": "tiny", "max_model_len": d.context}]
+        assert (status, json.loads(body)["data"]) == (200, listed)
         await d.stop()
         await until(lambda: router.answers("/v1/models", 503))
 
