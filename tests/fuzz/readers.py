@@ -31,6 +31,7 @@ from kvconnect.router.fleet.sources import etcd, file
 from kvconnect.router.http.tenants import Tenants
 from kvconnect.router.policy import fleet_view
 from kvconnect.router.policy.fleet_view import Target
+from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prefixes import PrefixIndex
 from kvconnect.tiers.backends.disk import record
 
@@ -126,7 +127,7 @@ def _admin() -> tuple[CacheAdmin, asyncio.AbstractEventLoop]:
         index=0,
         spec=SimpleNamespace(kind=fleet_view.EngineKind.VLLM, events=1),
         info=SimpleNamespace(models={"tiny"}),
-        loads=SimpleNamespace(own=[0]),
+        loads=Loads(),
     )
 
     async def whole(base: object, head: bytes, raw: bytes, timeout_s: float) -> tuple[int, bytes]:
