@@ -127,7 +127,7 @@ def _admin() -> tuple[CacheAdmin, asyncio.AbstractEventLoop]:
         index=0,
         spec=SimpleNamespace(kind=fleet_view.EngineKind.VLLM, events=1),
         info=SimpleNamespace(models={"tiny"}),
-        loads=Loads(),
+        loads=Loads(1.0),
     )
 
     async def whole(base: object, head: bytes, raw: bytes, timeout_s: float) -> tuple[int, bytes]:
