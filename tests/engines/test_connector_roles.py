@@ -578,7 +578,8 @@ def test_a_model_without_kv_cache_has_an_idle_connector() -> None:
     assert half.match(request, 0) == (0, False)
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ()), 0)
     scheduled = half.build_step(output(64, ()))
-    assert replace(scheduled, epoch=0, idle=False, greet=False) == StepInstructions()
+    given = {"epoch": 0, "idle": False, "computes": False, "greet": False}
+    assert replace(scheduled, **given) == StepInstructions()
     assert not half.busy
     worker.begin_step(scheduled)
     worker.end_step()
