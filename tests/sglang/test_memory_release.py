@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -9,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sglang.srt.managers.scheduler  # noqa: F401 - hooks are for processes that have one
 from sglang.srt.managers.scheduler_components.weight_updater import (
     SchedulerWeightUpdaterManager as Updater,
 )
@@ -32,6 +32,9 @@ FULL = (ComponentType.FULL,)
 
 @pytest.fixture(autouse=True)
 def published() -> Iterator[None]:
+    # Hooks are for processes that have it. Imported here: the plugin that another test loads would
+    # hook this whole process.
+    importlib.import_module("sglang.srt.managers.scheduler")
     reset_context()
     publish(ServerArgs(model_path="dummy", device="cpu"), role="test")
     yield
