@@ -11,6 +11,8 @@ from tests.engines.ranks import until
 from tests.engines.server import Process, Router, Server
 from tests.engines.streams import Ask, Streamed, in_the_middle
 
+_TRIES = 10
+
 Said = TypeVar("Said")
 
 
@@ -48,24 +50,36 @@ def count(router: Router, name: str, **labels: str) -> float:
     return router.metric(f"kvconnect_router_{name}_total", **labels)
 
 
+def _killed(fleet: Fleet, asks: Sequence[Ask]) -> tuple[list[Streamed], list[Streamed], int]:
+    """Kill an engine in the middle of a stream of both routers; return the streams of each, and
+    the engine's number. A busy machine starts threads late: if all end before, others are begun."""
+    at_once: set[int] = set()
+    for _ in range(_TRIES):
+        both = [(Streamed(fleet.router, ask), Streamed(fleet.control, ask)) for ask in asks]
+        streams, control = [first for first, _ in both], [second for _, second in both]
+
+        def found(streams: list[Streamed] = streams, control: list[Streamed] = control) -> bool:
+            some, others = (
+                {e.decode for e in each if in_the_middle(e)} for each in (streams, control)
+            )
+            at_once.update(some & others)
+            return bool(at_once) or all(each.whole for each in (*streams, *control))
+
+        until(found, "a stream of both routers at one engine, or all have ended")
+        if at_once:
+            break
+    victim = min(at_once)
+    fleet.decode[victim].kill()
+    return streams, control, victim
+
+
 def survive_a_kill(
     fleet: Fleet, asks: Sequence[Ask], said: Callable[[Streamed], Said]
 ) -> list[Said]:
     """Kill an engine in mid-stream, and check what the clients of both routers make of it. Return
     what they are told without a kill. ``said``: joins a stream, and fails on one that is lost."""
     want = [said(each) for each in [Streamed(fleet.control, ask) for ask in asks]]
-    both = [(Streamed(fleet.router, ask), Streamed(fleet.control, ask)) for ask in asks]
-    streams, control = [first for first, _ in both], [second for _, second in both]
-
-    def killable() -> set[int]:
-        """Engines in the middle of a stream of both routers. Others may have ended, or not begun:
-        a busy machine starts threads late."""
-        at = [{e.decode for e in some if in_the_middle(e)} for some in (streams, control)]
-        return at[0] & at[1]
-
-    until(lambda: bool(killable()), "a stream of both routers at one engine")
-    victim = min(killable())
-    fleet.decode[victim].kill()
+    streams, control, victim = _killed(fleet, asks)
     assert [said(each) for each in streams] == want
     lost = sum(each.decode == victim for each in streams)
     assert 0 < count(fleet.router, "lost_streams", result="continued") <= lost

@@ -80,8 +80,9 @@ def ask(number: int) -> Ask:
     return path, body | {"cache_salt": f"salt {number}"}
 
 
-def run(fleet: Fleet, victim: Server, *, kill: bool = False) -> Run:
-    """Have all streams begin, end one of the engines for them, and check what they have said."""
+def run(fleet: Fleet, victim: Server, *, kill: bool = False, tries: int = 10) -> Run:
+    """Have all streams begin, end one of the engines for them, and check what they have said. On a
+    busy machine, all may have ended before: then begin once more."""
     servers = {server.url: server for server in (fleet.both, fleet.receiver)}
     for server in servers.values():
         server.settle()
@@ -93,10 +94,17 @@ def run(fleet: Fleet, victim: Server, *, kill: bool = False) -> Run:
     streams = [Streamed(fleet.router, ask(n)) for n in range(STREAMS)]
     its = numbers[victim.url]
 
-    def one_is_open() -> bool:
-        return any(s.decode == its and in_the_middle(s) for s in streams)
+    opened: list[Streamed] = []
 
-    until(one_is_open, "a stream of the engine")
+    def one_is_open() -> bool:
+        opened.extend(s for s in streams if s.decode == its and in_the_middle(s))
+        return bool(opened) or all(each.whole for each in streams)
+
+    until(one_is_open, "a stream of the engine, or all have ended")
+    if not opened and tries:
+        for each in streams:
+            each.join()
+        return run(fleet, victim, kill=kill, tries=tries - 1)
     if kill:
         victim.kill()
     else:
