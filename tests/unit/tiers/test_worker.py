@@ -50,6 +50,7 @@ class Fragile(MemoryStore):
         self.gate.set()
         self.readable = threading.Event()
         self.readable.set()
+        self.entered = threading.Semaphore(0)  # by writes
         self.reads = 0
         self.count = threading.Lock()
         self.broken = False
@@ -62,6 +63,7 @@ class Fragile(MemoryStore):
         return super().remove(keys)
 
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
+        self.entered.release()
         self.gate.wait(WAIT_S)
         if self.broken:
             raise OSError("told to")
@@ -284,9 +286,11 @@ def test_closing_drops_what_waits_and_ends_what_runs(bench: Bench) -> None:
         bench.fill(slot)
     bench.disk.gate.clear()
     bench.tiers.submit([write_back([0]), write_back([1]), write_back([2])])
+    for _ in range(2):  # as many threads write
+        assert bench.disk.entered.acquire(timeout=WAIT_S)
     threading.Timer(0.1, bench.disk.gate.set).start()
     bench.tiers.close()
-    assert len(bench.tiers.poll()) == 2  # as many threads write
+    assert len(bench.tiers.poll()) == 2
     assert bench.disk.usage() == (0, 0, 1 << 24, False)
     bench.tiers.close()
 
