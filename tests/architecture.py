@@ -31,6 +31,8 @@ LAYERS = (
         "user_folders",
         "terminal",
         "open_files",
+        "timed_calls",
+        "direct_http",
     },
     {"cache", "protocol", "_native"},
     {"copy", "transport"},

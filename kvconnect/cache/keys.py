@@ -48,16 +48,17 @@ def seed_of(salt: str) -> bytes:
     return blake2b(text, digest_size=32, person=b"kvconnect.seed").digest()
 
 
-def scope_of(adapter: bytes, generation: bytes) -> bytes:
-    """Return the scope that separates blocks of equal tokens by adapter and weights generation.
+def scope_of(adapter: bytes, generation: bytes, media: bytes = b"") -> bytes:
+    """Return the scope that separates blocks of equal tokens by adapter, weights generation and
+    what an engine makes of ``media``, at most 64 bytes.
 
-    All zeros without both.
+    All zeros without any of them.
     """
-    if not adapter and not generation:
+    if not adapter and not generation and not media:
         return bytes(SCOPE_BYTES)
     # The length keeps different pairs with the same concatenation apart.
     text = len(adapter).to_bytes(8, "big") + adapter + generation
-    return blake2b(text, digest_size=SCOPE_BYTES, person=b"kvconnect.scope").digest()
+    return blake2b(text, digest_size=SCOPE_BYTES, person=b"kvconnect.scope", key=media).digest()
 
 
 def block_key(prefix: bytes, group: int, block_hash: bytes) -> bytes:

@@ -8,10 +8,12 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvconnect.commands.cache_lines import lines_of_engine, lines_of_prompt
+from kvconnect.direct_http import open_direct, read_within
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.api_keys import parse_api_keys
@@ -30,6 +32,7 @@ OF_ROUTER = ("admin_token_file", "engine", "prompt", "request", "tokens", "api_k
 """Arguments of ``kvconnect cache stats`` that only a router takes."""
 _TOKENS_HELP = "only the prompt's first tokens"
 _TIMEOUT_S = 900.0  # engines answer within the router's own limit
+_MOST_BYTES, _MOST_ERROR = 64 << 20, 1 << 16
 _URL = ("http://", "https://")
 
 
@@ -134,12 +137,14 @@ def _engines_of(
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, body, headers)  # checked above
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            engines: list[dict[str, Any]] = json.load(answer)["engines"]
-            return engines
+        with open_direct(request, _TIMEOUT_S) as answer:
+            found = json.loads(read_within(answer, _TIMEOUT_S, _MOST_BYTES))
+        engines: list[dict[str, Any]] = found["engines"]
+        return engines
     except urllib.error.HTTPError as error:
-        raise ConfigError("URL", url, error.read().decode(errors="replace")) from error
-    except (OSError, ValueError) as error:
+        said = error.read(_MOST_ERROR).decode(errors="replace") or str(error)
+        raise ConfigError("URL", url, said) from error
+    except (OSError, HTTPException, ValueError) as error:
         raise ConfigError("URL", url, f"the router does not answer: {error}") from error
     except (KeyError, TypeError) as error:
         raise ConfigError("URL", url, "name the admin API of a router") from error

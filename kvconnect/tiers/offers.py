@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from kvconnect.offload.index import HostIndex
 from kvconnect.tiers.messages import TierInstructions
 from kvconnect.tiers.planner import Promoted
+from kvconnect.types import Block
+
+
+class _Offer(NamedTuple):
+    """A block in a slot, and its key."""
+
+    key: bytes
+    slot: int
+    block: Block
 
 
 class Offers:
@@ -16,7 +26,7 @@ class Offers:
     def __init__(self, index: HostIndex, serves: bool) -> None:
         self._index = index
         self._serves = serves
-        self._blocks: list[tuple[bytes, int]] = []
+        self._blocks: list[_Offer] = []
         self._withdraw = False
         self._dropped: list[bytes] = []
         self._pages: dict[bytes, tuple[bytes, ...]] = {}
@@ -35,7 +45,7 @@ class Offers:
         """Note a block that host memory has now, unless it was dropped at once."""
         slot = self._index.slot_of(group, block_hash) if self._serves else None
         if slot is not None:
-            self._blocks.append((key, slot))
+            self._blocks.append(_Offer(key, slot, Block(group, block_hash)))
 
     def promoted(self, came: Promoted) -> None:
         """Note blocks that came from a secondary tier."""
@@ -45,7 +55,7 @@ class Offers:
     def drop(self, keys: Collection[bytes]) -> None:
         """Serve these blocks no longer, also where they have left the index before."""
         if self._serves:
-            self._blocks = [block for block in self._blocks if block[0] not in keys]
+            self._blocks = [offer for offer in self._blocks if offer.key not in keys]
             self._dropped += keys
 
     def withdraw(self) -> None:
@@ -54,8 +64,11 @@ class Offers:
         self._withdraw = self._serves
 
     def take(self, work: TierInstructions) -> None:
-        """Add what there is to the instructions of a step."""
-        work.served, self._blocks = self._blocks, []
+        """Add what there is to the instructions of a step. Blocks that have left their slots since
+        they were noted, for instance by a hint, are left out."""
+        offers, self._blocks = self._blocks, []
+        there = (offer for offer in offers if self._index.slot_of(*offer.block) == offer.slot)
+        work.served = [(offer.key, offer.slot) for offer in there]
         work.withdraw, self._withdraw = self._withdraw, False
         work.dropped, self._dropped = self._dropped, []
         work.pages.update(self._pages)

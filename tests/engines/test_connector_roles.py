@@ -52,6 +52,7 @@ from kvconnect.offload.messages import (
 )
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.settings import Settings, check_settings
+from kvconnect.settings.sharing import PeerSettings
 from kvconnect.settings.stores import DiskSettings
 from kvconnect.tiers.messages import ABSENT, REMOVED, RemovalAnswer, TierAnswer
 from kvconnect.types import FailureCause, JobId, Tier
@@ -256,6 +257,62 @@ def test_engines_of_one_machine_are_added_up(field: str, monkeypatch: pytest.Mon
         ConnectorWorker(engine_config(**{field: 2}), groups, check_settings({"host_bytes": 60}))
 
 
+@pytest.mark.parametrize(
+    ("parallel", "engines"),
+    [
+        ({"data_parallel_size": 16, "data_parallel_size_local": 8}, 8),
+        ({"data_parallel_size": 16, "data_parallel_size_local": 16}, 16),
+        ({"data_parallel_size": 4, "data_parallel_size_local": 1}, 1),
+        # One process for each engine, and Ray: vLLM does not say how many are here.
+        (
+            {
+                "data_parallel_size": 4,
+                "data_parallel_size_local": 1,
+                "data_parallel_external_lb": True,
+            },
+            4,
+        ),
+        (
+            {
+                "data_parallel_size": 4,
+                "data_parallel_size_local": 2,
+                "data_parallel_backend": "ray",
+            },
+            4,
+        ),
+    ],
+)
+def test_engines_of_other_machines_take_none_of_this_one_s_memory(
+    parallel: dict[str, Any], engines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvconnect.memory.total_bytes", lambda: 160)
+    engine, groups = engine_config(**parallel), cache_config(FULL)
+    fits = 160 // engines
+    ConnectorWorker(engine, groups, check_settings({"host_bytes": fits}))
+    with pytest.raises(ConfigError, match=f"in this machine for {engines} engines; use less"):
+        ConnectorWorker(engine, groups, check_settings({"host_bytes": fits + 1}))
+
+
+def test_processes_that_were_started_one_for_each_engine_are_all_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM reads their number from the environment, and takes each one for alone on its machine."""
+    parallel = engine_config(data_parallel_size=2, data_parallel_size_local=1).parallel_config
+    assert translate.engines_here(parallel) == 1
+    monkeypatch.setattr(translate, "envs", SimpleNamespace(VLLM_DP_SIZE=2))
+    assert translate.engines_here(parallel) == 2
+
+
+def test_workers_on_other_machines_take_none_of_this_one_s_memory() -> None:
+    """Of an engine that two machines have together, each one's workers share what is there."""
+    engine = engine_config(world_size=4, local_world_size=2, tensor_parallel_size=4)
+    settings = check_settings({"host_bytes": 8 * SLOT})
+    worker = ConnectorWorker(engine, cache_config(FULL, blocks=BLOCKS), settings)
+    worker.register({"layer0": torch.zeros(BLOCKS, 2, 32, 32)})
+    assert worker.tier.store.num_slots == 4
+    worker.close()
+
+
 def make_scheduler(steps_in_flight: int = 1, **config: Any) -> ConnectorScheduler:
     engine = engine_config()
     engine.max_concurrent_batches = steps_in_flight
@@ -272,6 +329,7 @@ def make_request(tokens: int = 64) -> Any:
         num_tokens=tokens,
         num_prompt_tokens=tokens,
         num_output_tokens=0,
+        num_computed_tokens=0,
         skip_reading_prefix_cache=False,
         lora_request=None,
         kv_transfer_params=None,
@@ -300,6 +358,7 @@ def stored(half: ConnectorScheduler) -> Any:
     half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
     (job,) = half.build_step(output(64, ([1, 2],))).offload.stores
     half.on_reports(StepReports([JobReport(job.job)]))
+    request.num_computed_tokens = 64
     return request
 
 
@@ -451,6 +510,25 @@ def test_a_drop_goes_to_the_disk_and_is_counted_once(tmp_path: Path, stored_firs
     half.on_reports(StepReports(answers=[answer]))
     assert counted(half, "cache_hint_blocks") == {"dropped": 2}
     assert not half.build_step(output(0, ([],))).tiers.removals and not half.busy
+
+
+@pytest.mark.parametrize("hint", ["drop", "pin"])
+def test_what_is_dropped_while_it_is_stored_is_not_served_to_others(hint: str) -> None:
+    half = make_scheduler(cache_peers=PeerSettings(serve=True))
+    assert half.tiers is not None
+    request = make_request(65)
+    request.status = RequestStatus.FINISHED_STOPPED
+    request.mm_features, request.prompt_embeds = [], None
+    request.prompt_token_ids = request.all_token_ids
+    request.kv_transfer_params = {"kvconnect": {"drop": True} if hint == "drop" else {"pin": 60}}
+    half.add_request(request)
+    assert half.match(request, 0) == (0, False)
+    half.after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([1, 2],)), 0)
+    (job,) = half.build_step(output(64, ([1, 2],))).offload.stores
+    half.finish_request(request)
+    half.on_reports(StepReports([JobReport(job.job)]))
+    served = half.tiers.take(time.monotonic()).served
+    assert len(served) == (0 if hint == "drop" else 2)
 
 
 @pytest.mark.parametrize("stored_first", [True, False])

@@ -30,6 +30,7 @@ def engine_config(**changes: Any) -> Any:
         hf_config=SimpleNamespace(to_dict=dict),
         runner_type=changes.pop("runner_type", "generate"),
         is_prefix_caching_supported=changes.pop("is_prefix_caching_supported", True),
+        multimodal_config=None,
     )
     device = SimpleNamespace(device_type=changes.pop("device_type", "cpu"))
     caching = changes.pop("enable_prefix_caching", True)
@@ -40,21 +41,26 @@ def engine_config(**changes: Any) -> Any:
         "data_parallel_size": 1,
         "elastic_ep_max_dp_size": 1,
         "data_parallel_external_lb": False,
+        "data_parallel_backend": "mp",
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "world_size": 1,
         "rank": 0,
         "use_ubatching": False,
         "enable_eplb": False,
+        **changes,
     }
+    parallel.setdefault("data_parallel_size_local", parallel["data_parallel_size"])
+    parallel.setdefault("local_world_size", parallel["world_size"])
     return SimpleNamespace(
         kv_transfer_config=transfer,
-        parallel_config=SimpleNamespace(**{**parallel, **changes}),
+        parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(block_size=32, enable_prefix_caching=caching),
         model_config=model,
         device_config=device,
         max_concurrent_batches=1,
         kv_events_config=None,
+        lora_config=None,
         speculative_config=None,
         aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
         observability_config=SimpleNamespace(otlp_traces_endpoint=None),

@@ -94,6 +94,42 @@ def test_a_load_that_fails_after_a_reset_stores_nothing_of_former_weights() -> N
         check_at_rest(engine)
 
 
+@pytest.mark.parametrize("shared_by", [1, 2])
+@pytest.mark.parametrize("ends", ["in the step", "after it"])
+def test_what_a_load_inside_a_step_did_not_fill_is_found_by_nobody(
+    ends: str, shared_by: int
+) -> None:
+    """vLLM names its blocks before they are filled, and has the request compute those that were
+    not. This one ends before."""
+    shared = tokens(Random(2), 6 * BLOCK)
+    settings = {"sync_load_bytes": 1 << 30, "digest": "full"}
+    with made(blocks=ROOMY, settings=settings) as engine:
+        engine.run("first", Prompt(shared, new=1))
+        engine.drain()
+        assert engine.forget_device()
+        engine.add("loads", Prompt([*shared, *tokens(Random(3), 40)], new=4))
+        if shared_by == 2:
+            engine.add("second", Prompt([*shared, *tokens(Random(4), 40)], new=4))
+        hashes = engine.scheduler.requests["loads"].block_hashes
+        index = engine.connector.scheduler.plan.index
+        slot = index.slot_of(0, hashes[3])
+        assert slot is not None
+        engine.workers[0].worker.tier.store.view(slot)[3] ^= 0x7F  # the blocks before it are valid
+        if ends == "in the step":
+            engine.to_abort.append("loads")
+        engine.step()
+        if ends == "after it":
+            engine.abort("loads")
+        engine.drain()
+        engine.run("again", Prompt([*shared, 5], new=1))
+        engine.drain()
+        assert engine.forget_device()
+        engine.run("from the host", Prompt([*shared, 6], new=1))
+        engine.drain()
+        check_at_rest(engine)
+        assert engine.counts["failed_blocks", "digest"] == shared_by
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"spill": "reused"}])
 def test_weights_that_change_after_a_reset_neither_load_nor_write_former_names(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
+from functools import partial
 from typing import Any
 
 from kvconnect.bounded import remember
 from kvconnect.cache.model_identity import adapter_name
 from kvconnect.protocol.prompts import PromptIdentity, identify
+from kvconnect.timed_calls import TimedCalls
 
 _MOST_ADAPTERS = 4096  # whose digests are kept; others are made again
 # SGLang appends the size of an elastic expert-parallel engine to a request's extra key.
@@ -21,17 +23,22 @@ class AdapterContents:
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
+        self._call = TimedCalls("kvconnect-adapters")
 
     def identify(self, lora_id: str, loaded: Any) -> tuple[str, str]:
         """Return an adapter's name and a digest of its files; random if these are not known, as of
-        an adapter that was given as tensors: the other server's may be others, and both fail the
-        request as soon as they compare it. ``loaded``: SGLang's ``LoRARef``."""
+        an adapter that was given as tensors, or whose disk does not answer: the other server's may
+        be others, and both fail the request as soon as they compare it. ``loaded``: SGLang's
+        ``LoRARef``."""
         if loaded is None:
             return "", secrets.token_hex(16)
         digest = self._digests.get(lora_id)
         if digest is None:
-            digest = adapter_name(str(loaded.lora_path))
-            remember(self._digests, lora_id, digest, _MOST_ADAPTERS)
+            try:
+                digest = self._call(partial(adapter_name, str(loaded.lora_path)))
+                remember(self._digests, lora_id, digest, _MOST_ADAPTERS)
+            except TimeoutError:
+                digest = ""
         return str(loaded.lora_name), digest or secrets.token_hex(16)
 
 

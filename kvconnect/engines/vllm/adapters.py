@@ -11,14 +11,17 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvconnect.bounded import remember
 from kvconnect.cache.model_identity import adapter_name, model_folder
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.prompt_settings import DEFAULTS, PromptSettings
 from kvconnect.errors import Refused
 from kvconnect.protocol.prompts import PromptIdentity
+from kvconnect.timed_calls import TimedCalls
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -58,12 +61,17 @@ class Adapters:
     An adapter is trusted as long as all of its requests name the same load of it (its number and
     ``load_inplace``) and its files stay as the first request found them. Else some of its KV may be
     of other weights than the hashes say, and none of it is reused until the next reset.
+
+    Attributes:
+        settings: of the engine, for its prompts' media and adapters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: PromptSettings = DEFAULTS) -> None:
+        self.settings = settings
         self._known: dict[tuple[str, str], _Adapter] = {}
         self._checked: set[tuple[str, str]] = set()  # in this step
         self._contents: dict[str, tuple[tuple[_File, ...], str]] = {}  # by path
+        self._call = TimedCalls("kvconnect-adapters")
 
     def next_step(self) -> None:
         """Read each adapter's file times again when it is needed next."""
@@ -81,7 +89,7 @@ class Adapters:
         if known is None:
             if len(self._known) >= MOST_ADAPTERS:
                 return False
-            loaded, files = (lora.lora_int_id, lora.load_inplace), _files(lora.lora_path)
+            loaded, files = (lora.lora_int_id, lora.load_inplace), self._files(lora.lora_path)
             trusted = bool(self.contents(lora))
             known = self._known[name] = _Adapter(loaded, files, trusted)
             self._checked.add(name)
@@ -91,7 +99,7 @@ class Adapters:
             known.trusted = False
         elif name not in self._checked:
             self._checked.add(name)
-            known.trusted = known.files == _files(lora.lora_path)
+            known.trusted = known.files == self._files(lora.lora_path)
         if not known.trusted:
             text = "adapter %s of %s was loaded again or its files changed: its KV is not reused"
             logger.warning(text, lora.lora_name, lora.lora_path)
@@ -99,18 +107,31 @@ class Adapters:
 
     def scope(self, lora: LoRARequest) -> bytes:
         """Return what separates an adapter's blocks from those of others in secondary tiers. All
-        engines agree on it; for an adapter that is not trusted it is random."""
-        return self.contents(lora).encode() if self.trusted(lora) else os.urandom(16)
+        engines agree on it; for an adapter that is not trusted, or whose files cannot be read now,
+        it is random."""
+        contents = self.contents(lora) if self.trusted(lora) else ""
+        return (contents + self.settings.modules).encode() if contents else os.urandom(16)
 
     def contents(self, lora: LoRARequest) -> str:
         """Return a digest of an adapter's weights and configuration files as they are now; empty if
-        they cannot be read. May block for tens of milliseconds when the files have changed."""
-        path, files = lora.lora_path, _files(lora.lora_path)
+        they cannot be read, or not soon. May block for tens of milliseconds when the files have
+        changed."""
+        path, files = lora.lora_path, self._files(lora.lora_path)
         known = self._contents.get(path)
         if known is None or known[0] != files:
-            known = files, adapter_name(path)
+            try:
+                known = files, self._call(partial(adapter_name, path))
+            except TimeoutError:
+                return ""
         remember(self._contents, path, known, MOST_DIGESTS)
         return known[1]
+
+    def _files(self, path: str) -> tuple[_File, ...]:
+        """Return the files of an adapter; empty if they cannot be read, or not soon."""
+        try:
+            return self._call(partial(_files_of, path))
+        except OSError:  # it is being replaced, or its disk does not answer
+            return ()
 
     def prompt_identity(self, request: Request) -> PromptIdentity:
         """See :func:`translate.prompt_identity`. Also raises :class:`Refused` if the weights of the
@@ -120,16 +141,13 @@ class Adapters:
         if lora and not contents:
             fix = "load it from a folder that each engine can read"
             raise Refused("params", f"no file tells the weights of adapter {lora.name}: {fix}")
-        return translate.prompt_identity(request, contents)
+        media = self.settings.media.hex()
+        return translate.prompt_identity(request, contents + self.settings.modules, media)
 
 
-def _files(path: str) -> tuple[_File, ...]:
-    """Return the files of an adapter; empty if they cannot be read."""
+def _files_of(path: str) -> tuple[_File, ...]:
     folder = model_folder(path, None)
-    try:
-        return tuple(sorted(_entries(folder))) if folder else ()
-    except OSError:  # it is being replaced
-        return ()
+    return tuple(sorted(_entries(folder))) if folder else ()
 
 
 def _entries(folder: Path) -> Iterator[_File]:

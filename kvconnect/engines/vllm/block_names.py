@@ -51,7 +51,7 @@ class BlockNames:
         self._adapters = adapters
         self._tokens = groups[0].block_tokens if named_by_tokens(groups) else 0
         self._pages = pages
-        self._prefixes: dict[str, bytes] = {}
+        self._prefixes: dict[str, tuple[bool, bytes]] = {}  # with whether it is one with media
         self._names: dict[str, dict[bytes, bytes]] = {}
         self._page_names: dict[str, dict[bytes, Sequence[bytes]]] = {}
         self._generation = b""
@@ -79,13 +79,16 @@ class BlockNames:
 
     def _prefix(self, request: Request) -> bytes:
         """Return a request's tenant and scope, the start of its keys."""
+        has_media = bool(request.mm_features)  # a session may get some later
         known = self._prefixes.get(request.request_id)
-        if known is None:
+        if known is None or known[0] != has_media:
             lora = request.lora_request
             adapter = self._adapters.scope(lora) if lora else b""
-            known = tenant_of(request.cache_salt or "") + scope_of(adapter, self._generation)
+            media = self._adapters.settings.media if has_media else b""
+            scope = scope_of(adapter, self._generation, media)
+            known = has_media, tenant_of(request.cache_salt or "") + scope
             self._prefixes[request.request_id] = known
-        return known
+        return known[1]
 
     def _chain(self, request: Request, hashes: Sequence[bytes]) -> Mapping[bytes, bytes]:
         """Return the names of a request's full blocks, by vLLM's hash; empty to use the hashes."""

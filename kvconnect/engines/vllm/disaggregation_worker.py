@@ -73,7 +73,7 @@ def make_handoffs(
     if sends and address is None:
         address = _address(vllm_config, settings)
     area = translate.backing_area(kv_caches)
-    memory = make_memory(area, settings.deadline_s)
+    memory = make_memory(area)
     found = WorkerCache(hello, pages, memory, area.device)
     traced = translate.is_traced(vllm_config)
     start = partial(
@@ -153,6 +153,10 @@ class DeviceBlocks:
         """Undo :meth:`hold`, last block first: so vLLM reuses the end of a prefix first."""
         if block_ids:
             self._pool.free_blocks(self._pool.blocks[block_id] for block_id in reversed(block_ids))
+
+    def forget(self, block_ids: set[int]) -> None:
+        """Have no request find the KV of blocks. Those that use them go on."""
+        self._pool.evict_blocks(block_ids)
 
     def hold_stored(self, block_ids: Sequence[int]) -> None:
         """Hold blocks that a store reads."""

@@ -19,6 +19,7 @@ from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.gauges import Gauges
 from kvconnect.engines.vllm.hints import add_hints, drop_invalid_params
+from kvconnect.engines.vllm.inside_loads import InsideLoads, foreign_failures, is_shared
 from kvconnect.engines.vllm.live_requests import LiveRequests
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.plans import (
@@ -108,11 +109,12 @@ class ConnectorScheduler:
         groups = translate.cache_groups(kv_cache_config)
         self._hash_tokens = translate.hash_block_tokens(vllm_config, kv_cache_config)
         self._limits = limits_of(vllm_config, kv_cache_config, settings)
-        self._requests = LiveRequests()
+        self._requests = LiveRequests(vllm_config)
         # Requests that were matched and not admitted yet; None: the request reads no cache.
         self._matched: dict[str, _Match | None] = {}
         self._slot_bytes = 0
         self._gauges = Gauges()
+        self._inside = InsideLoads()
         self._weights = EngineWeights()
         self.events = EventLog(vllm_config, groups, kv_cache_config)
         stats, adapters = KVConnectStats(), self._requests.adapters
@@ -202,6 +204,8 @@ class ConnectorScheduler:
         # If the whole prompt is found, a load inside the step leaves its last block to compute.
         whole_prompt = local_tokens + found >= request.num_tokens
         sync = sync and not self.handoff.leases and not whole_prompt
+        first = (local_tokens + self.plan.groups[0].block_tokens) // self._hash_tokens - 1
+        sync = sync and not is_shared(request, first, self._requests.values())
         self._matched[req_id] = _Match(local_tokens, sync)
         return found, found > 0 and not sync
 
@@ -256,6 +260,7 @@ class ConnectorScheduler:
         if self.tiers is not None:
             step.tiers = self.tiers.take(now)
             step.timed = self.tiers.time_step(output, now)
+        self._inside.step(output, offload.loads)
         for store in offload.stores:
             for part in store.parts:
                 self.device.hold_stored(part.block_ids)
@@ -285,7 +290,7 @@ class ConnectorScheduler:
         self._gauges.moved = True
         if reports.hellos and not self.handoff.greeted:  # hellos may come twice: steps overlap
             self.greet(reports.hellos, alone=False)
-        if failed and _foreign_failures(reports, failed):
+        if failed and foreign_failures(reports, failed):
             # A step computed with blocks that another connector failed to load: copies in flight
             # may be wrong.
             self.device.release_stored(self.plan.jobs.void_stores())
@@ -299,6 +304,7 @@ class ConnectorScheduler:
         for settled in filter(None, (self.plan.on_report(one, now) for one in ordered)):
             self.receipts.settled(settled.job, now, self.plan.groups)
             self.device.release_stored(settled.released)
+            self.device.forget(self._inside.unfilled(settled.job))
             if self.tiers is not None:
                 self.tiers.settled(settled)
             self.plan.hints.settled(settled.stored, settled.dropped, now, self._written_first)
@@ -392,9 +398,3 @@ class ConnectorScheduler:
         self.events.planned(request, hashes, new)
         if self.observer is not None and new:
             self.observer.store_planned(req_id, len(new))
-
-
-def _foreign_failures(reports: StepReports, failed: Collection[int]) -> set[int]:
-    """Return the failed device blocks that no load or receive of this connector reports."""
-    jobs = chain(reports.reports, reports.arrivals)
-    return set(failed).difference(f.block_id for report in jobs for f in report.failures)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.config import CUDAGraphMode, ModelConfig, ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_cache_spec
@@ -51,6 +52,16 @@ def engines_beside(parallel: ParallelConfig) -> int:
     started: int = getattr(parallel, "elastic_ep_max_dp_size", None) or 1
     known: int = parallel.data_parallel_size
     return max(known, started)
+
+
+def engines_here(parallel: ParallelConfig) -> int:
+    """Return how many of :func:`engines_beside` are on this machine; all of them where vLLM does
+    not say. It says 1 to an engine without experts, and where something else starts one process for
+    each engine. With Ray, it says how many are on the first machine."""
+    alone = parallel.data_parallel_size == 1 or envs.VLLM_DP_SIZE > 1
+    unsaid = alone or parallel.data_parallel_external_lb or parallel.data_parallel_backend == "ray"
+    here: int = parallel.data_parallel_size_local
+    return engines_beside(parallel) if unsaid else here
 
 
 def place(parallel: ParallelConfig) -> tuple[int, int]:
@@ -112,9 +123,9 @@ def is_of_tokens(request: Request) -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
-def prompt_identity(request: Request, adapter: str = "") -> PromptIdentity:
+def prompt_identity(request: Request, adapter: str = "", media: str = "") -> PromptIdentity:
     """Return what a prompt's KV depends on, except the model. ``adapter``: what the files of the
-    request's adapter contain.
+    request's adapter contain. ``media``: what the engine makes of media.
 
     Raises:
         Refused: the prompt has embeddings.
@@ -122,10 +133,11 @@ def prompt_identity(request: Request, adapter: str = "") -> PromptIdentity:
     if not is_of_tokens(request):
         raise Refused("params", "prompts given as embeddings are not handed off")
     lora = request.lora_request
+    items = [(item.identifier, str(item.mm_position)) for item in request.mm_features]
     context = (
         (lora.name, adapter) if lora else None,
         request.cache_salt,
-        [(item.identifier, str(item.mm_position)) for item in request.mm_features],
+        [*items, media] if items else [],
     )
     return identify(request.prompt_token_ids, context)
 

@@ -351,8 +351,8 @@ def _worker_share(vllm_config: VllmConfig, settings: Settings) -> int:
         ConfigError: the engines of this machine together need more memory than it has.
     """
     parallel = vllm_config.parallel_config
-    engines = translate.engines_beside(parallel)
-    workers: int = parallel.world_size
+    engines = translate.engines_here(parallel)
+    workers: int = parallel.local_world_size  # of this engine on this machine
     there = memory.total_bytes()
     total = share_of_host_bytes(settings, memory_bytes=there, engines=engines)
     check_fits(total * engines, memory_bytes=there, what=f"in this machine for {engines} engines")

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import http.client
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvconnect.direct_http import open_direct, read_within
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics.rates import Labels, Samples, Scrape
 
-_TIMEOUT_S = 5.0  # limit of one socket operation
+_TIMEOUT_S = 5.0  # limit of one socket operation, and of a whole answer
 _MOST_BYTES = 64 << 20
 _AT_ONCE = 16  # scrapes in parallel
 
@@ -46,10 +46,8 @@ def scrape_all(urls: Sequence[str]) -> list[Scrape]:
 def scrape(url: str) -> Scrape:
     """Scrape one URL. If the endpoint fails, the result has the error; nothing is raised."""
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
-            body = reply.read(_MOST_BYTES + 1)
-        if len(body) > _MOST_BYTES:
-            raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
+        with open_direct(url, _TIMEOUT_S) as answer:
+            body = read_within(answer, _TIMEOUT_S, _MOST_BYTES)
         return Scrape(url, time.monotonic(), parse(body.decode()))
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Scrape(url, time.monotonic(), {}, _reason(error))

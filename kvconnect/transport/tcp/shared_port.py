@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvconnect.transport.tcp.listener import PendingConnection
 
 _BACKLOG = 512
+_LAST_PORT = 65535
 
 
 class PortMember(Protocol):
@@ -87,6 +88,9 @@ class SharedPort:
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    if port > _LAST_PORT:
+        fix = "each worker has a port of its own, and ports end at 65535: use a lower one"
+        raise ConfigError("listen", f"{host}:{port}", fix)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

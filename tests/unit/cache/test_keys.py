@@ -30,7 +30,7 @@ def test_names_do_not_change() -> None:
     """They are on disks: a change makes every stored block unreachable."""
     assert tenant_of("") == scope_of(b"", b"") == bytes(8)
     assert tenant_of("alice").hex() == "86323c6d39e7d9c7"
-    assert scope_of(b"lora", b"7").hex() == "e5f34a7d7263499b"
+    assert scope_of(b"lora", b"7").hex() == scope_of(b"lora", b"7", b"").hex() == "e5f34a7d7263499b"
     key = block_key(b"T" * 8 + b"S" * 8, 3, b"hash")
     assert key == b"TTTTTTTTSSSSSSSS\x03hash"
 
@@ -68,6 +68,12 @@ def test_no_byte_moves_between_adapter_and_generation(
 def test_an_adapter_is_no_generation() -> None:
     assert scope_of(b"ab", b"c") != scope_of(b"a", b"bc")
     assert scope_of(b"a", b"") != scope_of(b"", b"a")
+
+
+def test_media_are_neither_an_adapter_nor_a_generation() -> None:
+    parts = [(b"", b""), (b"a", b""), (b"", b"a"), (b"a", b"a")]
+    found = {scope_of(*part, media) for part in parts for media in (b"", b"a", b"b")}
+    assert len(found) == 3 * len(parts)
 
 
 def test_a_salt_and_an_adapter_of_one_name_differ() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvconnect.engines.sglang import prompts
 from kvconnect.engines.sglang.prompts import AdapterContents, prompt_identity
 from kvconnect.protocol.prompts import PromptIdentity
+from kvconnect.timed_calls import TimedCalls
 
 
 def adapter(folder: Path, weights: bytes) -> Path:
@@ -84,6 +87,29 @@ def test_adapters_whose_files_are_not_known_are_never_equal(
     assert contents.identify("aa", loaded) != contents.identify("aa", loaded)
     assert identity(server, lora_id="aa") != identity(server, lora_id="aa")
     assert identity(server) == identity(server)  # control: a request without an adapter
+
+
+def test_a_disk_that_hangs_holds_up_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, contents = scheduler(aa=adapter(tmp_path / "a", b"weights")), AdapterContents()
+    loaded = server.tp_worker.model_runner.lora_manager.lora_refs["aa"]
+    go_on, looks = threading.Event(), list[str]()
+
+    def hung(path: str) -> str:
+        looks.append(path)
+        go_on.wait()
+        return "digest"
+
+    contents._call = TimedCalls("test", 0.05)
+    monkeypatch.setattr(prompts, "adapter_name", hung)
+    found = {contents.identify("aa", loaded) for _ in range(3)}
+    assert len(found) == 3, "unknown weights are equal to none"
+    assert len(looks) == 1, "nobody waits for it again"
+    go_on.set()
+    assert contents._call._last is not None
+    contents._call._last.result()
+    assert contents.identify("aa", loaded) == ("poet", "digest"), "it is back"
 
 
 def test_adapters_that_a_server_does_not_have_are_never_equal() -> None:

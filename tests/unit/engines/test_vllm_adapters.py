@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from vllm.v1.request import Request
 from kvconnect.engines.vllm import adapters
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.errors import Refused
+from kvconnect.timed_calls import TimedCalls
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -90,6 +92,48 @@ def test_a_disk_that_does_not_answer_ends_nothing(
         assert not seen.trusted(again(poet, lora_name="painter"))
     seen.reset()
     assert seen.trusted(poet), "it is back"
+
+
+def test_an_adapter_whose_disk_fails_in_a_step_is_not_taken_for_the_model(
+    poet: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was trusted earlier in the step. The model's own blocks have an empty scope."""
+    seen = Adapters()
+    assert seen.trusted(poet)
+    monkeypatch.setattr(seen, "contents", lambda _: "")
+    assert seen.trusted(poet)
+    first = seen.scope(poet)
+    assert first and seen.scope(poet) != first, "for nobody"
+
+
+def test_a_disk_that_hangs_holds_up_one_look(
+    poet: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a hard mount whose server is gone: each of its calls waits for ever."""
+    seen, go_on, looks = Adapters(), threading.Event(), list[object]()
+    seen._call = TimedCalls("test", 0.05)
+    assert seen.trusted(poet)
+    first = seen.contents(poet)
+    real = os.scandir
+
+    def hung(path: Path) -> object:
+        looks.append(path)
+        go_on.wait()
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", hung)
+    for _ in range(5):
+        seen.next_step()
+        assert not seen.trusted(poet)
+        assert seen.contents(poet) == ""
+        with pytest.raises(Refused, match="no file tells the weights"):
+            seen.prompt_identity(_asking(poet))
+    assert len(looks) == 1, "nobody waits for it again"
+    go_on.set()
+    assert seen._call._last is not None
+    seen._call._last.result()
+    seen.reset()
+    assert seen.trusted(poet) and seen.contents(poet) == first, "it is back"
 
 
 def test_a_prompt_with_unknown_weights_is_not_handed_off(poet: LoRARequest, tmp_path: Path) -> None:

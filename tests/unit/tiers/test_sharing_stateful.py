@@ -27,6 +27,7 @@ from kvconnect.peers.dialling import Dialler
 from kvconnect.peers.sessions import HELLO_TIMEOUT_S
 from kvconnect.settings import DigestMode
 from kvconnect.tiers import LookupRequest, TierPlan
+from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.peers.fetching import Reads, _OpenRead
 from kvconnect.tiers.peers.same_machine import OwnMemory, SourceMemory
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
@@ -463,6 +464,7 @@ def _does_nothing(*_: object) -> None:
 
 
 _on_received, _submit, _abandon = Reads.on_received, TierWorker.submit, HostIndex.abandon
+_take = Offers.take
 _read, _lookup = Reads.read, TierPlan.lookup
 _source_memory, _versions = SourceMemory.__init__, SourceMemory._versions
 _read_memory = SourceMemory.read
@@ -492,6 +494,12 @@ def _offers_last(self: TierWorker, work: Any, overwritten: Any) -> None:
         self._served.clear()
     self._served.drop(work.dropped)
     self._served.offer(work.served)
+
+
+def _offers_what_has_left(self: Offers, work: Any) -> None:
+    offered = [(offer.key, offer.slot) for offer in self._blocks]
+    _take(self, work)
+    work.served = offered
 
 
 def _serves_prefetched(self: TierWorker, jobs: Any) -> None:
@@ -632,10 +640,6 @@ def test_negative_control_on_one_machine(
     ("where", "what", "broken", "story"),
     [
         (HostArena, "verify", _does_nothing, test_a_block_whose_bytes_changed_is_not_read),
-        (
-            *(TierWorker, "serve", _offers_last),
-            test_one_step_hears_of_blocks_and_gives_their_slots_to_others,
-        ),
         (TierWorker, "submit", _serves_prefetched, test_slots_that_a_read_fills_are_not_served),
     ],
 )
@@ -645,4 +649,14 @@ def test_negative_control_by_hand(
     monkeypatch.setattr(where, what, broken)
     with pytest.raises(AssertionError, match=WRONG):
         story()
+    World.played.end()
+
+
+def test_negative_control_of_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two things keep a slot's former block from being served; without both it is."""
+    monkeypatch.setattr(TierWorker, "serve", _offers_last)
+    test_one_step_hears_of_blocks_and_gives_their_slots_to_others()
+    monkeypatch.setattr(Offers, "take", _offers_what_has_left)
+    with pytest.raises(AssertionError, match=WRONG):
+        test_one_step_hears_of_blocks_and_gives_their_slots_to_others()
     World.played.end()

@@ -107,6 +107,15 @@ def test_an_address_that_cannot_be_used_leaves_the_port_unused() -> None:
         assert source.transport.listen("127.0.0.1", 0)
 
 
+def test_a_port_that_there_is_not_is_refused_as_a_setting() -> None:
+    """As of the last of many ranks, which count from the port that the user chose."""
+    with side(service="share") as source:
+        with pytest.raises(ConfigError, match="ports end at 65535: use a lower one") as refused:
+            source.transport.listen("127.0.0.1", 65536)
+        assert (refused.value.field, refused.value.value) == ("listen", "127.0.0.1:65536")
+        assert source.transport.listen("127.0.0.1", 0)
+
+
 PATIENT = {"dead_after_s": 60.0, "silent_s": 60.0, "stall_s": 60.0, "digest": "off"}
 PAGES = 512  # 32 MiB: more than sockets hold
 

@@ -1,0 +1,55 @@
+"""Calls that a disk can hold up."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from kvconnect import threads
+from kvconnect.timed_calls import TimedCalls
+
+SHORT_S = 0.05
+
+
+def test_a_call_returns_or_raises_what_its_work_does() -> None:
+    call = TimedCalls("test")
+    assert call(lambda: 7) == 7
+    with pytest.raises(FileNotFoundError):
+        call(lambda: open("/nowhere").close())
+    assert call(threading.current_thread) is not threading.current_thread()
+    assert call(threading.current_thread) is call(threading.current_thread), "one for all"
+
+
+def test_a_late_call_is_waited_for_once() -> None:
+    call, go_on = TimedCalls("test", SHORT_S), threading.Event()
+    with pytest.raises(TimeoutError):
+        call(go_on.wait)
+    asked: list[int] = []
+    with pytest.raises(TimeoutError, match="an earlier call"):
+        call(lambda: asked.append(1))
+    go_on.set()
+    call._last.result()  # type: ignore[union-attr]
+    assert call(lambda: 7) == 7
+    assert not asked, "what was refused is not done later"
+
+
+def test_without_a_thread_no_call_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+    call = TimedCalls("test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        with pytest.raises(TimeoutError, match="can't start new thread"):
+            call(lambda: 7)
+    assert call(lambda: 7) == 7
+
+
+def test_an_error_of_a_call_is_none_of_the_thread() -> None:
+    call = TimedCalls("test")
+    threads.take_failures()
+    with pytest.raises(ZeroDivisionError):
+        call(lambda: 1 // 0)
+    assert call(lambda: 7) == 7
+    assert threads.take_failures() == {}
