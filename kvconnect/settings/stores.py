@@ -179,6 +179,9 @@ RemoteSettings = (
 )
 """Settings of a remote store; ``kind`` tells which."""
 
+ONE_BY_ONE = (ObjectSettings, MooncakeSettings)
+"""Stores that send a request for each block that is looked up."""
+
 REMOTE_KINDS: dict[str, type[msgspec.Struct]] = {
     "valkey": ValkeySettings,
     "object": ObjectSettings,

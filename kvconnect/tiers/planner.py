@@ -34,7 +34,7 @@ from kvconnect.tiers.messages import (
     TierInstructions,
     WriteBackBlocks,
 )
-from kvconnect.tiers.search import TierSearch
+from kvconnect.tiers.search import MAX_KEYS, TierSearch
 from kvconnect.tiers.tier_jobs import FinishedJob, TierJob, TierJobs
 from kvconnect.tiers.writeback import WriteBacks
 from kvconnect.types import Block, FailureCause, Tier
@@ -47,6 +47,7 @@ class TierLimits(NamedTuple):
     at most ``wait_s`` seconds, ``deadline_s`` if it asks for a prefetch. ``slots`` of the host tier
     may be pinned by write-backs, and as many by prefetches. ``reused``: write back only blocks that
     were loaded once. ``searches``: blocks are looked up also for requests that name no source.
+    ``first_keys``: of a lookup's first round, see :class:`TierSearch`.
     """
 
     workers: int
@@ -55,6 +56,7 @@ class TierLimits(NamedTuple):
     slots: int
     reused: bool
     searches: bool = True
+    first_keys: int = MAX_KEYS
 
 
 class Promoted(NamedTuple):
@@ -136,7 +138,7 @@ class TierPlan:
         if waiting is None:
             limits = self._limits
             wait_s = limits.deadline_s if request.prefetch_tokens else limits.wait_s
-            search = TierSearch(self._index, self._groups, request, self._misses)
+            search = TierSearch(self._index, self._groups, request, self._misses, limits.first_keys)
             waiting = _Waiting(request, search, now, now + wait_s)
             self._waiting[req_id] = waiting
         if not waiting.decided and not waiting.working and not self._follows(waiting, now):

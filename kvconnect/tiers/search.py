@@ -16,7 +16,10 @@ from kvconnect.tiers.lookup import LookupRequest, RecentMisses
 from kvconnect.types import Block
 
 MAX_KEYS = 1 << 14  # of one round
-_WIDER = 8  # where a window lacks a block, the next round asks for so many times as many
+FEW_KEYS = 8
+"""Of a first round where each key costs a request: most prompts lack their first block or have
+many."""
+_WIDER = 8  # times as many keys has the next round, also where a window lacks a block
 
 
 class TierSearch:
@@ -32,7 +35,9 @@ class TierSearch:
         groups: Sequence[CacheGroup],
         request: LookupRequest,
         misses: RecentMisses,
+        first_keys: int = MAX_KEYS,
     ) -> None:
+        """``first_keys``: of the first round; each further one has several times as many."""
         self.found: dict[Block, int] = {}
         self._absent: set[Block] = set()
         self._index = index
@@ -41,6 +46,7 @@ class TierSearch:
         self._misses = misses
         self._lead = leading_group(groups)
         self._next = request.local_tokens // groups[self._lead].block_tokens  # block of the lead
+        self._most = first_keys  # of the next round
         self._width = 1  # how many times as much as a prefix needs is asked for
 
     def next_round(self) -> tuple[Block, ...]:
@@ -59,6 +65,8 @@ class TierSearch:
                 self.found[block] = tier
             else:
                 self._absent.add(block)
+                if block.group == self._lead:
+                    self._next = len(self._request.hashes[self._lead])  # the rest is of no use
         if any(group != self._lead for group, _ in self._absent.intersection(blocks)):
             self._width *= _WIDER
 
@@ -92,8 +100,8 @@ class TierSearch:
             if not self._is_unknown(block):
                 self._next = end  # what follows is of no use
                 break
-            if len(blocks) == MAX_KEYS:
-                self._next = number
+            if len(blocks) == self._most:
+                self._next, self._most = number, min(self._most * _WIDER, MAX_KEYS)
                 break
             blocks.append(block)
         else:

@@ -29,6 +29,7 @@ READERS, WRITERS = 4, 2
 BATCH_BYTES = 8 << 20
 """Bytes of one call to a store: large enough for full bandwidth, small beside a job."""
 _LEAST_LATE_S = 1.0  # no call is late before, however little requests wait
+_PEERS_LATE = 2  # times as long: a late read from one engine ends by itself, others are there
 
 Done = Callable[[bytes], None]
 """Is given one byte per block: the index in :data:`SECONDARY_TIERS` of the tier that has the block,
@@ -55,7 +56,7 @@ class BlockBatch:
 class TieredStore:
     """Stores and other engines, which are closed with this object. Reads ask the fastest first,
     writes go to all stores. A source that raises or is not available has nothing. A call is late
-    after ``wait_s``.
+    after ``wait_s``, one to other engines after twice that.
 
     :meth:`lookup`, :meth:`prefetch` and :meth:`write_back` return at once; until ``done`` is
     called, nobody else may use the slots. ``reports_usage``: whether :meth:`take_stats` has the
@@ -79,7 +80,11 @@ class TieredStore:
         self._reports_usage = reports_usage
         self._reported: dict[Tier, Usage] = {}
         late_s = max(wait_s, _LEAST_LATE_S)
-        self.readers = {t: StoreThreads(f"read-{t.value}", READERS, late_s, clock) for t in every}
+        limits = {t: late_s * (_PEERS_LATE if t is Tier.PEER else 1) for t in every}
+        self.readers = {
+            t: StoreThreads(f"read-{t.value}", READERS, limit_s, clock)
+            for t, limit_s in limits.items()
+        }
         self.writers = {t: StoreThreads(f"write-{t.value}", WRITERS, late_s, clock) for t in stores}
         self._closed = False
 
@@ -240,15 +245,18 @@ class _TierWrite(StoreCall):
 
     def run(self) -> None:
         host, batch, blocks = self._whole.tiers.host, self._whole.batch, self._whole.intact()
+        if not blocks:
+            return
         store = self._whole.tiers.stores[self._tier]
-        if self._tier is Tier.REMOTE and blocks:  # another engine may have written them
-            lengths = zip(blocks, store.exists([batch.keys[n] for n in blocks]), strict=True)
-            blocks = [n for n, length in lengths if length != batch.sizes[n]]
+        # Another engine may have written them, or this one, before they left host memory.
+        lengths = zip(blocks, store.exists([batch.keys[n] for n in blocks]), strict=True)
+        self._written = [n for n, length in lengths if length == batch.sizes[n]]
+        blocks = sorted(set(blocks).difference(self._written))
         if not blocks:
             return
         views = [host.view(batch.slots[n], batch.sizes[n]) for n in blocks]
         outcomes = zip(blocks, store.put([batch.keys[n] for n in blocks], views), strict=True)
-        self._written = [n for n, outcome in outcomes if outcome is BlockOutcome.OK]
+        self._written += [n for n, outcome in outcomes if outcome is BlockOutcome.OK]
 
     def ended(self) -> None:
         self._whole.ended(self._tier, self._written)

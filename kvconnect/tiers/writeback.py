@@ -90,7 +90,9 @@ class WriteBacks:
             slots: array[int] = array("q")
             while self._queue and len(slots) < min(_JOB_BLOCKS, self._max_slots - self._writing):
                 block = self._queue.popleft()
-                if self._state[block.slot] == _QUEUED and self._is_current(block):
+                if not self._is_current(block):  # it was evicted meanwhile
+                    self._stats.count("tier_skipped_blocks")
+                elif self._state[block.slot] == _QUEUED:
                     keys.append(block.key)
                     slots.append(block.slot)
                     self._state[block.slot] = _HANDLED

@@ -19,6 +19,7 @@ from kvconnect.offload.copy_jobs import SettledJob
 from kvconnect.offload.planner import OffloadPlan
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.settings import Settings
+from kvconnect.settings.stores import ONE_BY_ONE
 from kvconnect.tiers import (
     LookupResult,
     PrefetchDecision,
@@ -30,6 +31,7 @@ from kvconnect.tiers.cost_model import CostModel, LoadReason, TierSegment
 from kvconnect.tiers.messages import RemovalAnswer, TierAnswer, TierInstructions
 from kvconnect.tiers.offers import Offers
 from kvconnect.tiers.removals import DroppedBlock, Removals
+from kvconnect.tiers.search import FEW_KEYS, MAX_KEYS
 from kvconnect.types import Block, Tier
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class TierScheduler:
             slots=max(1, int(len(host.index.slots) * _SHARE)),
             reused=self._writes and settings.spill == "reused",
             searches=self._writes or bool(peers and peers.ask),
+            first_keys=FEW_KEYS if isinstance(settings.remote, ONE_BY_ONE) else MAX_KEYS,
         )
         self._host = host
         groups = host.groups

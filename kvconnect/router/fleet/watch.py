@@ -42,6 +42,7 @@ RETRY_S = 5.0
 PROBE_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0  # a request for a standing ticket queues behind real prefills
 _RENEW_AT = 0.5  # part of its lifetime after which a ticket is renewed
+RENEW_LEAST_S = 0.5  # to the next one, whatever an engine says: each is a request to it
 NOT_SHARED_S = 120.0  # an engine that offered no share ticket is asked again in half that time
 
 FAILED = (Unreachable, ConnectionLost, TimeoutError, Refused)
@@ -265,7 +266,7 @@ class Watcher:
             self._metrics.count("standing_ticket_fetches", self._engine.url, "ok")
             self._engine.hold_ticket(TicketKind.STANDING, rank, standing, asked)
             lifetime_s = min(lifetime_s, standing.lifetime_s)
-        return lifetime_s * _RENEW_AT
+        return max(lifetime_s * _RENEW_AT, RENEW_LEAST_S)
 
 
 def _text_of(read: Callable[[str], _T]) -> Callable[[bytes], _T]:

@@ -79,6 +79,11 @@ class BlockSource(ABC):
         asked."""
         return self.exists(keys)
 
+    @property
+    def asks_one_by_one(self) -> bool:
+        """Whether :meth:`exists` costs a request to a server for each key."""
+        return False
+
     @abstractmethod
     def usage(self) -> Usage:
         """Return the current usage."""

@@ -54,7 +54,8 @@ _Copy = Callable[
 class HeadShardedStore(Store):
     """Keeps a rank's blocks as units of heads (``cache/head_shards.py``) in another store.
 
-    A block exists if all units of this rank exist, whoever put them. Its outcome is the worst
+    A block exists if all units of this rank exist, whoever put them. Where each question costs a
+    request to a server, only its first unit is asked for: a get needs all. Its outcome is the worst
     outcome of its units: ABSENT if one is absent. A block whose put failed in part is removed.
     Buffers must have the length of their group's layout; others are SIZE without a call.
 
@@ -100,15 +101,21 @@ class HeadShardedStore(Store):
     def exists(self, keys: Sequence[bytes]) -> list[int]:
         check_keys(keys)
         layouts = self._layouts_of(keys)
+        asked = [layout.parts[:1] if self.asks_one_by_one else layout.parts for layout in layouts]
         names = [
-            name for key, layout in zip(keys, layouts, strict=True) for name in layout.names(key)
+            name
+            for key, layout, parts in zip(keys, layouts, asked, strict=True)
+            for name in layout.names(key)[: len(parts)]
         ]
-        sizes = [n for part in _batches(names) for n in self._inner.exists(part)]
-        found = zip(layouts, _by_block(sizes, layouts), strict=True)
+        sizes = iter([n for part in _batches(names) for n in self._inner.exists(part)])
         return [
-            layout.nbytes if units == [p.nbytes for p in layout.parts] else 0
-            for layout, units in found
+            layout.nbytes if [next(sizes) for _ in parts] == [p.nbytes for p in parts] else 0
+            for layout, parts in zip(layouts, asked, strict=True)
         ]
+
+    @property
+    def asks_one_by_one(self) -> bool:
+        return self._inner.asks_one_by_one
 
     def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)

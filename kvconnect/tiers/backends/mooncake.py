@@ -60,6 +60,8 @@ class MooncakeServer(Server):
     threads that the caller stops waiting for after the timeout.
     """
 
+    one_by_one = True  # it has no batch of sizes
+
     def __init__(self, options: MooncakeSettings, library: Callable[[], Any]) -> None:
         self._options = options
         self._library = library

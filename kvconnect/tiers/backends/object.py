@@ -41,6 +41,8 @@ def make_object_store(
 class ObjectServer(Server):
     """One object per value, several requests at a time."""
 
+    one_by_one = True
+
     def __init__(self, options: ObjectSettings) -> None:
         self._url = options.url
         self._client = _client(options)

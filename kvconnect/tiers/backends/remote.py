@@ -41,6 +41,9 @@ class Server(ABC):
     not answer. Names are ASCII: letters, digits and ``/ . : _ -``.
     """
 
+    one_by_one = False
+    """Whether :meth:`sizes` sends a request for each name."""
+
     @abstractmethod
     def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
         """Store values; return OK, FULL or FAILED for each. Their memory is free afterwards."""
@@ -117,6 +120,10 @@ class RemoteStore(Store):
             return [0] * len(keys)
         return [max(0, size - self._seal.nbytes) for size in sizes]
 
+    @property
+    def asks_one_by_one(self) -> bool:
+        return self._server.one_by_one
+
     def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         check_keys(keys)
         found = self._call(lambda: self._server.delete(self._names(keys)))
@@ -150,13 +157,14 @@ class RemoteStore(Store):
     def _call(self, call: Callable[[], T]) -> T | BlockOutcome:
         """Return the server's answer, or the outcome if it was not asked or failed."""
         with self._in_flight.enter() as entered:
-            if not entered or not self._breaker.enter(self._clock()):
+            began = self._clock()
+            if not entered or not self._breaker.enter(began):
                 return BlockOutcome.UNAVAILABLE
             try:
                 answer = call()
             except TransferFailed as error:
                 logger.warning("shared tier: %s", error)
-                self._breaker.failed(self._clock())
+                self._breaker.failed(self._clock(), began)
                 return BlockOutcome.FAILED
             self._breaker.succeeded()
             return answer

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import valkey
 from valkey.backoff import NoBackoff
 from valkey.cluster import ClusterNode, ValkeyCluster
 from valkey.connection import Connection, ConnectionPool
+from valkey.credentials import CredentialProvider
 from valkey.exceptions import ConnectionError as Disconnected
 from valkey.exceptions import (
     OutOfMemoryError,
@@ -22,12 +25,17 @@ from valkey.exceptions import (
 )
 from valkey.retry import Retry
 
+from kvconnect.changed_files import Changes
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.secret_files import read_secret_text
+from kvconnect.secret_files import check_owner, read_secret_text
 from kvconnect.settings.stores import ValkeySettings
 from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.backends.record_seals import RecordKeys
 from kvconnect.tiers.backends.remote import RemoteStore, Server
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 def make_valkey_store(
@@ -118,11 +126,49 @@ class ValkeyServer(Server):
         return valkey.Valkey.from_pool(pool)
 
 
+class _Reread(Generic[_T]):
+    """What ``read`` makes of files, made again when they change, for the next connection. If they
+    are invalid then, it stays as it was. Thread-safe.
+
+    Raises:
+        ConfigError: as ``read``.
+    """
+
+    def __init__(self, paths: Sequence[str], read: Callable[[], _T]) -> None:
+        self._lock = threading.Lock()
+        self._changes = Changes(paths)
+        self._read = read
+        self._value = read()
+
+    def current(self) -> _T:
+        """Return it."""
+        with self._lock:
+            if self._changes.found():
+                try:
+                    self._value = self._read()
+                except ConfigError as error:
+                    logger.error("shared tier: what it connects with stays: %s", error)
+            return self._value
+
+
+class _Login(CredentialProvider):  # type: ignore[misc]
+    """The name and the present password of a connection that is made."""
+
+    def __init__(self, user: str, path: str) -> None:
+        self._user = user
+        self._password = _Reread([path], partial(read_secret_text, "password_file", path))
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """valkey: a connection is made."""
+        password = self._password.current()
+        return (self._user, password) if self._user else (password,)
+
+
 class _TlsConnection(Connection):  # type: ignore[misc]
     """Accepts only certificates of the configured authority for the server's name. The client's own
     class also trusts the system's authorities and, in a cluster, any name."""
 
-    def __init__(self, context: ssl.SSLContext, name: str, **arguments: Any) -> None:
+    def __init__(self, context: _Reread[ssl.SSLContext], name: str, **arguments: Any) -> None:
         self._context = context
         self._name = name
         super().__init__(**arguments)
@@ -130,10 +176,15 @@ class _TlsConnection(Connection):  # type: ignore[misc]
     def _connect(self) -> socket.socket:
         plain: socket.socket = super()._connect()
         try:
-            return self._context.wrap_socket(plain, server_hostname=self._name or self.host)
+            return self._context.current().wrap_socket(
+                plain, server_hostname=self._name or self.host
+            )
         except OSError:
             plain.close()
             raise
+
+
+_TLS_FILES = ("ca.crt", "tls.crt", "tls.key")
 
 
 def _stored(answer: object) -> BlockOutcome:
@@ -148,19 +199,22 @@ def _arguments(options: ValkeySettings) -> dict[str, Any]:
         "socket_timeout": options.timeout_s,
         "socket_connect_timeout": options.timeout_s,
     }
-    if options.user:
-        found["username"] = options.user
     if options.password_file:
-        found["password"] = read_secret_text("password_file", options.password_file)
+        login = _Login(options.user, options.password_file)
+        if any(login.get_credentials()):
+            found["credential_provider"] = login
+    elif options.user:
+        found["username"] = options.user
     if options.tls_dir:
-        context = _tls(options.tls_dir)
+        paths = [os.path.join(options.tls_dir, name) for name in _TLS_FILES]
+        context = _Reread(paths, partial(_tls, options.tls_dir))
         found["connection_class"] = partial(_TlsConnection, context, options.tls_name)
     return found
 
 
 def _tls(folder: str) -> ssl.SSLContext:
     """Return a context with the authority ``ca.crt`` and this client's certificate, if any."""
-    ca, own, key = (os.path.join(folder, name) for name in ("ca.crt", "tls.crt", "tls.key"))
+    ca, own, key = (os.path.join(folder, name) for name in _TLS_FILES)
     if not os.path.isfile(ca):
         raise ConfigError("tls_dir", folder, "put the file ca.crt there")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks the server's name
@@ -168,6 +222,7 @@ def _tls(folder: str) -> ssl.SSLContext:
     try:
         context.load_verify_locations(ca)
         if os.path.isfile(own) or os.path.isfile(key):
+            check_owner("tls_dir", key, os.stat(key))
             context.load_cert_chain(own, key)
     except OSError as error:  # ssl.SSLError is one
         fix = f"put certificates there that can be read: {error}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from kvconnect.testing.buffers import payload_of, spoil_files
 from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import PagePool
 from kvconnect.tiers.backends.disk import DiskOptions, DiskStore, inspect
+from kvconnect.tiers.backends.disk import folder as folders
 from kvconnect.tiers.backends.disk.record import pack_segment
 from kvconnect.tiers.backends.disk.segment import Segment
 
@@ -124,9 +127,50 @@ def test_verify_tells_damage_from_a_file_that_was_used_again(
             file.write(pack_segment(head))
         return False
 
-    monkeypatch.setattr(inspect, "is_intact", overtaken)
+    monkeypatch.setattr(inspect, "is_readable", overtaken)
     code, out = answer(capsys, "verify", str(tier), "--json")
     assert (code, json.loads(out)["bad"]) == (0, 0)
+
+
+def test_verify_counts_no_block_that_an_engine_removes_meanwhile(
+    tier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(DiskOptions(path=str(tier), capacity=16 << 20, owner="tp1"), b"\x01")
+    keys = [b"k%d" % number for number in range(4)]
+    store.put(keys, [memoryview(payload_of(key, 1000)) for key in keys])
+    real, looked = inspect.is_readable, list[int]()
+
+    def look(segment: Segment, row: int, pool: PagePool) -> bool:
+        looked.append(row)
+        if segment.rows.keys[row] == keys[0]:
+            assert store.remove(keys[1:3]) == [BlockOutcome.OK] * 2
+        return real(segment, row, pool)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inspect, "is_readable", look)
+        found = inspect.verify(str(tier), lambda *_: None)
+    assert (found.blocks, found.bad, len(looked)) == (7, 0, 9)
+    assert spoil_files(tier, payload_of(keys[3], 1000)) == 1
+    found = inspect.verify(str(tier), lambda *_: None)
+    assert (found.blocks, found.bad) == (7, 1), "the control: damage is"
+    store.close()
+
+
+def test_an_engine_is_told_who_verifies_its_folder(
+    tier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "_LOCK_WAIT_S", 0.0)
+    (tier / "tp1" / folders.LOCK).write_text("4711\n")  # the engine that was there before
+
+    def started(*_: object) -> None:
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}:"):
+            DiskStore(DiskOptions(path=str(tier), capacity=16 << 20, owner="tp1"), b"\x01")
+        started_at.append(1)
+
+    started_at = list[int]()
+    shutil.rmtree(tier / "tp0")
+    assert inspect.verify(str(tier), started).bad == 0
+    assert started_at
 
 
 def test_clear_what_is_old(tier: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from tests.boards import ALERTS, FOLDER
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE = ROOT / "deploy" / "compose"
+TARGETS = "targets/engines.yml"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 PLACES = ("prefill", "decode", "router")
 CRDS = {"PodMonitor", "Kustomization"}  # whose schemas Kubernetes does not have
@@ -79,19 +80,24 @@ def test_compose_reads_its_file() -> None:
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool")
 def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
-    for path in (ALERTS, COMPOSE / "prometheus.yml", COMPOSE / "targets.yml"):
-        text = path.read_text().replace("/etc/prometheus", str(tmp_path))
-        (tmp_path / path.name).write_text(text)
+    (tmp_path / "targets").mkdir()
+    for path, where in (
+        (ALERTS, ALERTS.name),
+        (COMPOSE / "prometheus.yml", "prometheus.yml"),
+        (COMPOSE / TARGETS, TARGETS),
+    ):
+        (tmp_path / where).write_text(path.read_text().replace("/etc/prometheus", str(tmp_path)))
     check = ["promtool", "check", "config", tmp_path / "prometheus.yml"]
     done = subprocess.run(check, capture_output=True, text=True)
     assert done.returncode == 0 and "rules found" in done.stdout, done
     # Controls: without the rules, and with a wrong word in the targets.
-    (tmp_path / "targets.yml").write_text("- label: {job: x}\n")
+    (tmp_path / TARGETS).write_text("- label: {job: x}\n")
     assert subprocess.run(check, capture_output=True).returncode
-    jobs = [
-        entry["labels"]["job"] for entry in yaml.safe_load((COMPOSE / "targets.yml").read_text())
-    ]
-    assert tuple(jobs) == PLACES
+
+
+def test_places_are_scraped_under_their_names() -> None:
+    found = yaml.safe_load((COMPOSE / TARGETS).read_text())
+    assert tuple(entry["labels"]["job"] for entry in found) == PLACES
 
 
 # Kubernetes ---------------------------------------------------------------------------------------

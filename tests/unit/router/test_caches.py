@@ -335,8 +335,9 @@ async def test_engines_that_share_nothing_get_no_source() -> None:
 )
 @on_loop
 async def test_share_tickets_are_renewed_where_caches_are_looked_at(
-    policy: RankingPolicy, fetched: bool
+    policy: RankingPolicy, fetched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watch, "RENEW_LEAST_S", 0.01)
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     p.share_ticket_lifetime_s = d.share_ticket_lifetime_s = 0.1
     p.standing_ticket_lifetime_s = 0.1

@@ -814,7 +814,10 @@ async def series(router: Bench) -> set[str]:
 
 
 @on_loop
-async def test_standing_tickets_are_renewed_before_they_expire() -> None:
+async def test_standing_tickets_are_renewed_before_they_expire(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "RENEW_LEAST_S", 0.01)
     p, d = pair()
     p.standing_ticket_lifetime_s = 0.1
     async with bench([p], [d]) as router:
@@ -826,6 +829,26 @@ async def test_standing_tickets_are_renewed_before_they_expire() -> None:
         await until(pushed)
         given = d.asked[-1]["kv_transfer_params"]["kvconnect_ticket"]
         assert int(given.split()[1]) >= 4
+
+
+@on_loop
+async def test_tickets_that_end_at_once_are_not_fetched_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watch, "RENEW_LEAST_S", 60.0)
+    p, d = pair()
+    p.standing_ticket_lifetime_s = 1e-6
+    pauses: list[float] = []
+
+    async def noted(event: asyncio.Event, timeout_s: float) -> bool:
+        pauses.append(timeout_s)
+        return await wait(event, timeout_s)
+
+    wait = watch.wait
+    monkeypatch.setattr(watch, "wait", noted)
+    async with bench([p], [d]):
+        await until(lambda: 60.0 in pauses)
+    assert p.standing_tickets == 1
 
 
 @on_loop

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
 from kvconnect.circuit_breaker import CircuitBreaker
+from kvconnect.errors import TransferFailed
+from kvconnect.tiers.backends import BlockOutcome
 from kvconnect.tiers.backends.base import WriteBudget
+from kvconnect.tiers.backends.disk import store as disk_store
+from kvconnect.tiers.backends.disk.transfers import BlockWrite
+from kvconnect.tiers.backends.remote import RemoteStore, Server
+from tests.stores import Clock, opening, put
+
+TOGETHER = 6
 
 
 def test_it_is_left_alone_after_failures_in_a_row() -> None:
@@ -65,3 +80,80 @@ def test_a_batch_may_overdraw_a_budget_once() -> None:
     assert budget.spend(1000, 0.0)
     assert not budget.spend(1, 3600.0 * 8)
     assert budget.spend(1, 3600.0 * 9.1)
+
+
+class Ticking(Clock):
+    """Each look at it is a little later."""
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+class Down(Server):
+    """Fails all calls; those that wait for each other at the same time."""
+
+    def __init__(self) -> None:
+        self.together = threading.Barrier(TOGETHER)
+        self.asked = 0
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        self.together.wait(30.0)
+        self.asked += len(names)
+        raise TransferFailed("the server restarts")
+
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
+        raise TransferFailed("the server restarts")
+
+    def load(self, names: Sequence[str], most: int) -> list[memoryview | None]:
+        raise TransferFailed("the server restarts")
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        raise TransferFailed("the server restarts")
+
+    def close(self) -> None:
+        pass
+
+
+def at_once(call: Callable[[], object]) -> None:
+    """Make calls that are under way at the same time; return when all have ended."""
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(TOGETHER)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+
+
+def test_calls_to_a_server_that_fail_together_are_one_failure() -> None:
+    server, clock = Down(), Ticking()
+    store = RemoteStore(server, "p", b"f", clock)
+    at_once(lambda: store.exists([b"key"]))
+    assert server.asked == TOGETHER
+    server.together = threading.Barrier(1)
+    store.exists([b"key"])
+    assert server.asked == TOGETHER, "it is left alone"
+    clock.now += 1.0
+    store.exists([b"key"])
+    assert server.asked == TOGETHER + 1, "and tried again after the first pause"
+    store.close()
+
+
+def test_writes_to_a_disk_that_fail_together_are_one_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together, clock = threading.Barrier(TOGETHER), Ticking()
+
+    class Failing(BlockWrite):
+        def run(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
+            together.wait(30.0)
+            self.error = OSError(errno.EIO, "the disk is gone")
+            return [BlockOutcome.FAILED] * len(keys)
+
+    with opening(tmp_path, clock) as make:
+        store = make()
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_store, "BlockWrite", Failing)
+            at_once(lambda: put(store, [b"key"]))
+        assert put(store, [b"key"]) == [BlockOutcome.UNAVAILABLE]
+        clock.now += 1.0
+        assert put(store, [b"key"]) == [BlockOutcome.OK]

@@ -17,7 +17,8 @@ from kvconnect.errors import ConfigError
 from kvconnect.testing.buffers import payload_of, spoil_files
 from kvconnect.tiers.backends import BlockOutcome, make_store
 from kvconnect.tiers.backends.disk import DiskStore, files
-from kvconnect.tiers.backends.disk.files import PageFile
+from kvconnect.tiers.backends.disk.files import Directory, PageFile
+from kvconnect.tiers.backends.disk.segment import Segment
 from tests.fuzz.crash_disk import crash_loop
 from tests.stores import Clock, Open, get, opening, put
 
@@ -137,6 +138,72 @@ def test_a_torn_record_is_found_and_dropped(opened: Open, tmp_path: Path) -> Non
     assert put(store, [keys[3]]) == [OK]
     abandon(store)
     assert get(opened(), keys) == [OK] * 6
+
+
+@pytest.mark.parametrize("cut", ["killed", "failed"])
+def test_a_block_that_was_replaced_and_removed_does_not_come_back(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """Also if the process ended before its first record was marked, or the disk failed."""
+    store, key = opened(), b"key"
+    put(store, [key, *names("others", 500)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "mark_deleted", lambda *_: cut == "killed")
+        assert put(store, [key]) == [OK]
+        if cut == "failed":
+            assert store.remove([key]) == [BlockOutcome.FAILED]
+            assert put(store, [key]) == [OK]
+    if cut == "killed":
+        store.close()
+        store = opened()
+        assert get(store, [key]) == [OK]
+    assert store.remove([key]) == [OK]
+    store.close()
+    store = opened()
+    assert store.exists([key, b"others-0"]) == [0, 5000]
+
+
+def test_a_system_without_files_costs_no_segment(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, store = names("k", 500), opened()
+    put(store, keys)
+    store.close()
+    real, last = PageFile.__init__, segments(tmp_path)[-1].name
+
+    def full(self: PageFile, folder: Directory, name: str, mode: int) -> None:
+        if name == last:
+            raise OSError(errno.EMFILE, "Too many open files")
+        real(self, folder, name, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageFile, "__init__", full)
+        store = opened()
+        assert 0 < get(store, keys).count(OK) < len(keys)
+        store.close()
+    store = opened()
+    assert get(store, keys) == [OK] * len(keys)
+
+
+def test_a_bad_spot_costs_one_block_of_a_segment_without_an_index(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, store = names("k", 100), opened()
+    put(store, keys)
+    store.close()
+    for index in segments(tmp_path, ".idx"):
+        index.unlink()
+    real, bad = PageFile.read, 4096 * (1 + 3 * 50)  # records have three pages
+
+    def read(self: PageFile, views: Sequence[memoryview], offset: int) -> None:
+        if offset <= bad < offset + sum(view.nbytes for view in views):
+            raise OSError(errno.EIO, "Input/output error")
+        real(self, views, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageFile, "read", read)
+        store = opened()
+    assert get(store, keys) == [OK] * 50 + [ABSENT] + [OK] * 49
 
 
 def test_room_that_was_never_written_is_stepped_over(opened: Open, tmp_path: Path) -> None:

@@ -248,6 +248,29 @@ def test_a_unit_of_another_length() -> None:
     assert filled.get() == [*list(filled.blocks.values())[:2], BlockOutcome.SIZE]
 
 
+class OneByOne(MemoryStore):
+    """Counts the names that it is asked for."""
+
+    asks_one_by_one = True
+    asked = 0
+
+    def exists(self, keys: Sequence[bytes]) -> list[int]:
+        self.asked += len(keys)
+        return super().exists(keys)
+
+
+def test_where_each_question_costs_a_request_one_unit_stands_for_its_block() -> None:
+    filled, inner = Filled(), OneByOne(MIB)
+    inner._blocks = filled.inner._blocks
+    store = sliced(inner, filled.units)
+    assert store.asks_one_by_one and not filled.store.asks_one_by_one
+    inner.remove([record(SECOND, filled.units[0].number), record(THIRD, filled.units[1].number)])
+    assert store.exists(KEYS) == [filled.nbytes, 0, filled.nbytes]
+    assert inner.asked == len(KEYS)
+    first = filled.blocks[FIRST]
+    assert get(store, KEYS, filled.nbytes) == [first, BlockOutcome.ABSENT, BlockOutcome.ABSENT]
+
+
 class Moody(MemoryStore):
     """Says no to some records, whether it has kept them or not."""
 

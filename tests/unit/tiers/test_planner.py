@@ -54,6 +54,7 @@ class Bench:
     patience: float = math.inf
     share: int = 4
     searches: bool = True
+    first_keys: int = 1 << 14
     stored: dict[bytes, int] = field(default_factory=dict)  # what tier has a key
     prefetched: list[tuple[Tier, int, float]] = field(default_factory=list)
     offered: list[tuple[int, int, tuple[Tier, ...]]] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Bench:
         policy = make_policy("lru", self.slots)
         self.index = HostIndex(self.slots, len(self.groups), policy)
         self.stats = OffloadingConnectorStats()
-        flags = self.reused, self.searches
+        flags = self.reused, self.searches, self.first_keys
         limits = TierLimits(self.workers, DEADLINE_S, WAIT_S, self.share, *flags)
         told = lambda *what: self.prefetched.append(what)  # noqa: E731
         self.plan = TierPlan(self.index, self.groups, self.stats, limits, self.choose, told)
@@ -310,7 +311,7 @@ def test_a_prompt_of_any_length_is_looked_up_in_rounds(
 ) -> None:
     """The leading group comes first; of the others, only what the prefix found so far needs."""
     monkeypatch.setattr("kvconnect.tiers.search.MAX_KEYS", most)
-    bench, hashes = Bench(GEMMA, slots=128, share=128), prompt("a", 20)
+    bench, hashes = Bench(GEMMA, slots=128, share=128, first_keys=most), prompt("a", 20)
     bench.stored = {key: 1 for number in range(4) for key in keys(hashes, number)}
     asked = rounds(bench, bench.request(hashes))
     lead = [block for block in (block for one in asked for block in one) if block[0] == 3]
@@ -320,6 +321,18 @@ def test_a_prompt_of_any_length_is_looked_up_in_rounds(
     assert not bench.plan.lookup("r", bench.request(hashes), 0.0)
     assert [bench.ready(hashes[16:], number) for number in range(3)] == [4, 4, 4]
     assert bench.ready(hashes, 3) == 20
+
+
+@pytest.mark.parametrize(
+    ("there", "asked"), [(0, [8]), (7, [8]), (8, [8, 64]), (20, [8, 64]), (100, [8, 64, 28])]
+)
+def test_where_each_key_costs_a_request_few_are_asked_for_in_vain(
+    there: int, asked: list[int]
+) -> None:
+    bench, hashes = Bench(slots=128, share=128, first_keys=8), prompt("a", 100)
+    bench.stored = dict.fromkeys([*keys(hashes[:there]), *keys(hashes[there + 1 :])], 1)
+    assert [len(one) for one in rounds(bench, bench.request(hashes))] == asked
+    assert bench.ready(hashes) == there
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -657,6 +670,7 @@ def test_write_backs_are_bounded_and_evicted_blocks_are_left_out() -> None:
     )  # not written, not tried again
     (write_back,) = bench.take().write_backs
     assert list(write_back.keys) == keys(hashes[5:6])
+    assert bench.counted("tier_skipped_blocks") == {"": 3}, "the one that left is counted, too"
 
 
 def test_a_block_of_another_group_is_not_written_in_place_of_one_that_left() -> None:

@@ -46,8 +46,6 @@ class Folder:
                     fix = f"it is in use by {user}: end that, or give every worker its own owner"
                     raise ConfigError("owner", owner, fix)
                 _locked.add(self)
-                os.ftruncate(self._handle, 0)
-                os.pwrite(self._handle, b"%d\n" % os.getpid(), 0)
                 remove_leftovers(self.files)
                 self._next = 1 + max(numbers_in(self.files), default=0)
             except OSError as error:
@@ -152,6 +150,8 @@ def lock_folder(folder: Directory, make: bool = False) -> int:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return -1
         raise
+    with contextlib.suppress(OSError):  # in place: a full disk has no room for more
+        os.pwrite(handle, b"%-15d\n" % os.getpid(), 0)  # for who finds it locked
     return handle
 
 

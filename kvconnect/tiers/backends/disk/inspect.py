@@ -27,7 +27,8 @@ from kvconnect.tiers.backends.disk.segment import (
     Segment,
     SegmentPath,
     delete_segment,
-    is_intact,
+    is_gone,
+    is_readable,
     read_head,
     read_records,
 )
@@ -198,15 +199,18 @@ def verify(path: str, progress: Progress) -> Verification:
             handle = _try_lock(folder)
             try:
                 for segment in segments(folder, os.O_RDONLY if handle < 0 else os.O_RDWR):
-                    bad = []
+                    bad, gone = [], 0
                     for row, nbytes in enumerate(segment.rows.lengths):
-                        if not _good(segment, row, pool):
-                            bad.append(row)
+                        if not is_readable(segment, row, pool):
+                            if handle < 0 and _gone(segment, row, pool):
+                                gone += 1
+                            else:
+                                bad.append(row)
                         verdict.nbytes += nbytes
                         progress(verdict.nbytes, total)
-                    if bad and _reused(segment, pool):
+                    if (bad or gone) and _reused(segment, pool):
                         continue  # its file now belongs to another segment
-                    verdict.blocks += len(segment.rows.keys)
+                    verdict.blocks += len(segment.rows.keys) - gone
                     verdict.bad += len(bad)
                     if bad and handle >= 0:
                         verdict.removed += _remove(segment, bad)
@@ -286,11 +290,11 @@ def _look(path: SegmentPath, file: PageFile, pool: PagePool) -> Segment | None:
         return None
 
 
-def _good(segment: Segment, row: int, pool: PagePool) -> bool:
+def _gone(segment: Segment, row: int, pool: PagePool) -> bool:
+    """Return whether an engine has replaced or removed a block meanwhile."""
     try:
-        return is_intact(segment, row, pool)
-    except OSError as error:
-        logger.warning("disk tier: %s cannot be read: %s", segment.path, error)
+        return is_gone(segment, row, pool)
+    except OSError:
         return False
 
 

@@ -44,6 +44,7 @@ class SegmentLog:
         self._clock = clock
         self._evicted = evicted
         self._changing = threading.RLock()
+        self._unmarked: list[tuple[Segment, int]] = []  # dead, but not yet so on the disk
         self._load()
 
     def reserve(self, keys: Sequence[bytes], lengths: Sequence[int]) -> RecordRun:
@@ -64,7 +65,7 @@ class SegmentLog:
         replaced, complete = self._table.commit(run, heads, offsets)
         if replaced or complete:
             with self._changing:
-                self._mark_deleted(replaced)
+                self._mark_dead(replaced)
                 if complete:
                     self._seal(run.segment)
 
@@ -77,8 +78,12 @@ class SegmentLog:
         """Remove blocks. Return for each whether it is deleted on disk too, None if absent."""
         with self._changing:
             pairs = self._table.pop(keys)
-            noted = self._mark_deleted([pair for pair in pairs if pair is not None])
-        return [None if pair is None else noted[pair[0]] for pair in pairs]
+            self._mark_dead([pair for pair in pairs if pair is not None])
+            left = {segment.rows.keys[row] for segment, row in self._unmarked}
+        return [
+            False if key in left else None if pair is None else True
+            for key, pair in zip(keys, pairs, strict=True)
+        ]
 
     def expire(self) -> None:
         """Delete segments in which every block has expired."""
@@ -173,16 +178,25 @@ class SegmentLog:
             for segment, which in rows.items()
         }
 
+    def _mark_dead(self, pairs: Sequence[tuple[Segment, int]]) -> None:
+        """Mark replaced or removed records as deleted on disk, also those for which that failed
+        before: a restart would bring them back."""
+        every = [*self._unmarked, *pairs]
+        noted = self._mark_deleted(every)
+        self._unmarked = [pair for pair in every if not noted[pair[0]]]
+
     def _load(self) -> None:
         """Add the segments of an earlier process, and continue its last one."""
         pool = PagePool()
         last = None
+        replaced: list[tuple[Segment, int]] = []
         for number in numbers_in(self._folder.files)[-SLOTS:]:
             segment = open_segment(self._folder.path_of(number), self._fingerprint, pool)
             if segment is not None:
                 ours = segment.head.fingerprint == self._fingerprint
-                self._table.add(segment, ours)
+                replaced += self._table.add(segment, ours)
                 last = segment if ours else last
+        self._mark_dead(replaced)
         for segment in self._table.segments.values():
             if segment is not last or not self._write_on(segment):
                 if segment.indexed or segment.head.fingerprint != self._fingerprint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -189,6 +190,8 @@ def delete_segment(path: SegmentPath) -> None:
             logger.warning("disk tier: cannot remove %s of %s: %s", name, path, error)
 
 
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of the system at the start of a process, which say nothing of a file."""
 _SMALL_BYTES = 64 << 10  # reading records up to this size is faster than skipping them
 _AHEAD_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 20
@@ -198,7 +201,8 @@ _TAIL_BYTES = 64 << 20
 def open_segment(path: SegmentPath, fingerprint: bytes, pool: PagePool) -> Segment | None:
     """Open a segment of an earlier process, and read its records if they have this format.
 
-    If it cannot be read, delete it and return None.
+    Return None if it cannot be read. It is deleted then, unless the system has no files or memory
+    left.
     """
     file = None
     try:
@@ -211,6 +215,11 @@ def open_segment(path: SegmentPath, fingerprint: bytes, pool: PagePool) -> Segme
             return segment
         logger.warning("disk tier: %s is damaged and is removed", path)
     except OSError as error:
+        if error.errno in _SHORT_OF:
+            logger.warning("disk tier: %s cannot be opened and is left alone: %s", path, error)
+            if file is not None:
+                file.close()
+            return None
         logger.warning("disk tier: %s cannot be read and is removed: %s", path, error)
     if file is not None:
         file.close()
@@ -236,7 +245,7 @@ def load_records(segment: Segment, pool: PagePool) -> None:
     rows = segment.rows
     if segment.indexed or segment.file.size() == segment.used:
         return  # complete: sealing has cut off the unused space
-    torn = [row for row in _tail(rows, segment.used) if not is_intact(segment, row, pool)]
+    torn = [row for row in _tail(rows, segment.used) if not is_readable(segment, row, pool)]
     if torn:
         logger.info("disk tier: %d torn records dropped from %s", len(torn), segment.path)
         segment.mark_deleted(torn)
@@ -266,7 +275,8 @@ def scan_records(file: PageFile, head: SegmentHead, pool: PagePool) -> tuple[Col
     size, offset = file.size() // PAGE * PAGE, PAGE
     with _Pages(file, size, pool) as pages:
         while offset < size:
-            record = unpack_record(pages.at(offset), head.identity)
+            page = pages.at(offset)
+            record = unpack_record(page, head.identity) if page else None
             after = offset + pages_of(record.length) * PAGE if record else size + 1
             if record is None or after > size or record.fingerprint != head.fingerprint:
                 pages.ahead = _AHEAD_BYTES  # a reused file has no holes to skip
@@ -297,13 +307,25 @@ class _Pages:
         self._pool.release(self._memory)
 
     def at(self, offset: int) -> bytes:
-        """Return the page at an offset within the file; raise :class:`OSError`."""
+        """Return the page at an offset within the file; empty if it is a bad spot of the disk.
+        Raises :class:`OSError`."""
         if offset not in self._window:
-            nbytes = min(self.ahead, self._size - offset)
-            self._file.read([memoryview(self._memory)[:nbytes]], offset)
-            self._window = range(offset, offset + nbytes)
+            read = self._read(offset, self.ahead) or self._read(offset, PAGE)
+            if not read:
+                return b""
         start = offset - self._window.start
         return self._memory[start : start + PAGE]
+
+    def _read(self, offset: int, nbytes: int) -> bool:
+        nbytes = min(nbytes, self._size - offset)
+        try:
+            self._file.read([memoryview(self._memory)[:nbytes]], offset)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return False
+        self._window = range(offset, offset + nbytes)
+        return True
 
 
 def is_intact(segment: Segment, row: int, pool: PagePool) -> bool:
@@ -322,6 +344,23 @@ def is_intact(segment: Segment, row: int, pool: PagePool) -> bool:
             return False
         payload = memory[PAGE : PAGE + length]
         return record.live and record.digest == xxhash.xxh3_64_intdigest(payload)
+
+
+def is_readable(segment: Segment, row: int, pool: PagePool) -> bool:
+    """As :func:`is_intact`; a record that the disk cannot read is not."""
+    try:
+        return is_intact(segment, row, pool)
+    except OSError as error:
+        logger.warning("disk tier: %s cannot be read: %s", segment.path, error)
+        return False
+
+
+def is_gone(segment: Segment, row: int, pool: PagePool) -> bool:
+    """Return whether the record of a row has been deleted. Raises :class:`OSError`."""
+    with pool.borrow(PAGE) as memory:
+        segment.file.read([memory], segment.rows.pages[row] * PAGE)
+        record = unpack_record(memory, segment.head.identity)
+    return record is not None and not record.live
 
 
 def _read_index(segment: Segment) -> tuple[Columns, int] | None:

@@ -112,8 +112,9 @@ class DiskStore(Store):
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
         check_buffers(keys, buffers, writable=True)
         with self._in_flight.enter() as entered:
-            if entered and keys and self._guards.reads.enter(self._steady()):
-                outcomes = self._read(keys, buffers)
+            began = self._steady()
+            if entered and keys and self._guards.reads.enter(began):
+                outcomes = self._read(keys, buffers, began)
             else:
                 outcomes = [BlockOutcome.UNAVAILABLE] * len(keys)
         self._meter.count_failed(outcomes)
@@ -187,18 +188,20 @@ class DiskStore(Store):
         if writing.error is None:
             self._guards.writes.succeeded()
         elif writing.error.errno != errno.EBUSY:  # EBUSY ends with the running calls
-            self._guards.writes.failed(now)
+            self._guards.writes.failed(self._steady(), now)
             logger.warning("disk tier: cannot write to %s: %s", self._folder.path, writing.error)
         if writing.error is not None and writing.error.errno in _NO_ROOM:
             outcomes = [o if o is BlockOutcome.OK else BlockOutcome.FULL for o in outcomes]
         self._count(TransferType.CPU_TO_DISK, payloads, outcomes, writing.seconds)
         return outcomes
 
-    def _read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[BlockOutcome]:
+    def _read(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], began: float
+    ) -> list[BlockOutcome]:
         reading = BlockRead(self._table, self._pool, self._clock)
         outcomes = reading.run(keys, buffers)
         if reading.error is not None:
-            self._guards.reads.failed(self._steady())
+            self._guards.reads.failed(self._steady(), began)
             logger.warning("disk tier: cannot read from %s: %s", self._folder.path, reading.error)
         elif BlockOutcome.OK in outcomes:
             self._guards.reads.succeeded()

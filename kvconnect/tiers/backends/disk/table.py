@@ -156,25 +156,29 @@ class RecordTable:
                 self._quota.update((), _blocks(pair for pair in pairs if pair is not None))
             return pairs
 
-    def add(self, segment: Segment, ours: bool) -> None:
+    def add(self, segment: Segment, ours: bool) -> list[tuple[Segment, int]]:
         """Add a segment. Its blocks are indexed only if they have this store's format (``ours``).
 
-        A key that exists already now refers to this segment's block.
+        A key that exists already now refers to this segment's block. Return the (segment, row) of
+        such older records, which a crash has kept from being deleted.
         """
         with self._lock:
             slot = next(slot for slot in range(SLOTS) if slot not in self.segments)
             segment.slot = slot
             self.segments[slot] = segment
             if not ours:
-                return
+                return []
             keys = segment.rows.keys
-            first = slot << _ROW
-            if self._quota is not None:
-                older = {self._index[key] for key in keys if key in self._index}
-                self._quota.update((), _blocks(_record(self.segments, at) for at in older))
+            first, blocks = slot << _ROW, len(self._index)
+            older = {self._index[key] for key in keys if key in self._index}
+            replaced = [_record(self.segments, at) for at in older]
             self._index.update(zip(keys, range(first, first + len(keys)), strict=True))
-            if self._quota is not None:  # a segment may have a key more than once
+            if len(self._index) - blocks + len(older) < len(keys):  # it has a key more than once
+                replaced += [(segment, row) for row in _others(self.live(segment), len(keys))]
+            if self._quota is not None:
+                self._quota.update((), _blocks(_record(self.segments, at) for at in older))
                 self._quota.update(_blocks((segment, row) for row in self.live(segment)), ())
+            return replaced
 
     def live(self, segment: Segment) -> list[int]:
         """Return the rows of a segment that the index refers to."""
@@ -224,6 +228,11 @@ class RecordTable:
         if self._ttl_s and abs(now - rows.seconds[row]) >= self._ttl_s:
             return None
         return RecordPlace(segment, row, rows.pages[row], rows.lengths[row])
+
+
+def _others(rows: Sequence[int], count: int) -> list[int]:
+    """Return the rows below ``count`` that are not among ``rows``."""
+    return sorted(set(range(count)).difference(rows))
 
 
 def _record(segments: dict[int, Segment], at: int) -> tuple[Segment, int]:
