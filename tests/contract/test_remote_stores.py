@@ -9,12 +9,13 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvconnect import changed_files
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.testing.buffers import payload_of
 from kvconnect.testing.store import check_store
@@ -68,6 +69,14 @@ def test_a_valkey_cluster(valkey: Valkey, tmp_path: Path) -> None:
     )
 
 
+def until(done: Callable[[], bool]) -> None:
+    """Wait until something is true: a store leaves a server alone that did not answer."""
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.05)
+
+
 def with_tls(valkey: Valkey, folder: Path, *options: str, alternative: str) -> None:
     """Start the server again, with a certificate for one name."""
     make_certificates(folder, "cache", alternative=alternative)
@@ -90,6 +99,37 @@ def test_valkey_over_tls(valkey: Valkey, tmp_path: Path) -> None:
     stranger = make_store("valkey", valkey.settings(tls_dir=str(tmp_path / "other")), b"f")
     assert get(stranger, [b"a"]) == [BlockOutcome.FAILED]
     stranger.close()
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_password_and_certificates_are_those_of_now(
+    valkey: Valkey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: bool
+) -> None:
+    monkeypatch.setattr(changed_files, "LOOK_S", 0.0)
+    options = ("--cluster-enabled", "yes", "--tls-cluster", "yes") if cluster else ()
+    with_tls(valkey, tmp_path, *options, alternative="IP:127.0.0.1")
+    if cluster:
+        names = {"ssl_ca_certs": "ca.crt", "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key"}
+        as_cluster(valkey, ssl=True, **{key: str(tmp_path / n) for key, n in names.items()})
+    settings = valkey.settings(tls_dir=str(tmp_path), cluster=cluster)
+    store = make_store("valkey", settings, b"f")
+    assert put(store, [b"a"]) == [OK]
+    if not cluster:
+        options = ("--requirepass", "another-password")
+        (tmp_path / "password").write_text("another-password")
+    with_tls(valkey, tmp_path, *options, alternative="IP:127.0.0.1")  # by a new authority
+    until(lambda: put(store, [b"a"]) == [OK])
+    (tmp_path / "ca.crt").write_text("not a certificate")
+    assert get(store, [b"a"]) == [OK], "what is no certificate changes nothing"
+    store.close()
+
+
+def test_a_private_key_that_others_may_write_is_refused(valkey: Valkey, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    make_store("valkey", valkey.settings(tls_dir=str(tmp_path)), b"f").close()
+    (tmp_path / "tls.key").chmod(0o666)
+    with pytest.raises(ConfigError, match="tls_dir.*others may write it"):
+        make_store("valkey", valkey.settings(tls_dir=str(tmp_path)), b"f")
 
 
 @pytest.mark.parametrize("cluster", [False, True])
