@@ -38,8 +38,8 @@ class Questions:
     def find(
         self, keys: Sequence[bytes], groups: Sequence[int], peers: Collection[PeerId]
     ) -> list[Holders]:
-        """Ask ``peers`` at once, those that can be asked, and wait for their answers until the
-        deadline. Return for each key who has it; ``groups`` are the keys' groups."""
+        """Ask ``peers`` at once, those that can be asked and read from, and wait for their answers
+        until the deadline. Return for each key who has it; ``groups`` are the keys' groups."""
         with self._sources.changed:
             questions = self._ask(keys, peers)
             asked = {next(self._sources.numbers): question for question in questions}
@@ -82,7 +82,11 @@ class Questions:
 
     def _ask(self, keys: Sequence[bytes], peers: Collection[PeerId]) -> Iterator[_Question]:
         now = self._clock()
-        sources = [each for each in self._sources.of(peers) if each.breaker.enter(now)]
+        sources = [
+            each
+            for each in self._sources.of(peers)
+            if each.readable(now) and each.breaker.enter(now)
+        ]
         for first, source in product(range(0, len(keys), MAX_ASKED), sources):
             yield _Question(source, first, list(keys[first : first + MAX_ASKED]))
 

@@ -25,9 +25,20 @@ from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.peers.asking import Holders
 from kvconnect.tiers.peers.same_machine import SourceMemory
 from kvconnect.tiers.peers.sources import CacheSource, CacheSources
-from kvconnect.transport.base import Drained, IncomingPages, PagesReceived, PeerId, Unit
+from kvconnect.transport.base import (
+    Disconnect,
+    Drained,
+    IncomingPages,
+    PagesReceived,
+    PeerId,
+    Unit,
+)
 
 logger = logging.getLogger(__name__)
+
+STOP_S = 0.5
+"""Seconds that a late read has to stop. It does not while pages are on their way, so its source is
+disconnected then: nothing else of the tier must wait for it."""
 
 _WITH_PAGES = (FetchOutcome.SENT, FetchOutcome.OVERWRITTEN)
 
@@ -85,17 +96,18 @@ class Reads:
         self._units: dict[tuple[int, int, tuple[int, ...]], list[Unit]] = {}
 
     def read(self, group: int, wanted: Sequence[Wanted]) -> list[BlockOutcome]:
-        """Read blocks of one group. Block until nothing writes into the slots any more; usually no
-        longer than ``wait_s``."""
+        """Read blocks of one group. Block until nothing writes into the slots any more: a little
+        longer than ``wait_s`` at most."""
         outcomes = [BlockOutcome.OK] * len(wanted)
         copied = self._copy(group, wanted)
         rest = [place for place in range(len(wanted)) if place not in copied]
         with self._sources.changed:
+            began = self._clock()
             reads = list(self._plan(group, wanted, rest, outcomes))
             self._open.update((read.number, read) for read in reads)
         for read in reads:
             self._start(group, read, [wanted[place] for place in read.places])
-        self._wait(reads)
+        self._wait(reads, began)
         for read in reads:
             for number, place in enumerate(read.places):
                 outcome = read.outcome(number)
@@ -170,19 +182,22 @@ class Reads:
         places: Sequence[int],
         outcomes: list[BlockOutcome],
     ) -> Iterator[_OpenRead]:
-        """Yield the reads of blocks at ``places``, and note those that nobody has as ABSENT."""
+        """Yield the reads of blocks at ``places``. Note those that nobody has as ABSENT, and those
+        of sources that are left alone as UNAVAILABLE."""
+        resting = self._sources.resting(self._clock())
         by_holders: dict[tuple[Holders, int, int], list[int]] = defaultdict(list)
         times = Counter[bytes]()  # a fetch must not name a block twice
         for place in places:
             block = wanted[place]
-            by_holders[block.holders, block.page, times[block.key]].append(place)
+            by_holders[block.holders - resting, block.page, times[block.key]].append(place)
             times[block.key] += 1
         step = len(self._sources.groups[group])
         for (holders, page, _), places in by_holders.items():
             givers = self._givers(group, holders)
             if not givers:
                 for place in places:
-                    outcomes[place] = BlockOutcome.ABSENT
+                    rests = wanted[place].holders & resting
+                    outcomes[place] = BlockOutcome.UNAVAILABLE if rests else BlockOutcome.ABSENT
             for source, units in givers.items():
                 ordered = _in_its_order(places, step, source.pages[group])
                 for start in range(0, len(places), MAX_FETCHED):
@@ -223,25 +238,42 @@ class Reads:
             self._units[group, page, numbers] = found
         return found
 
-    def _wait(self, reads: Sequence[_OpenRead]) -> None:
+    def _wait(self, reads: Sequence[_OpenRead], began: float) -> None:
         """Wait for reads; stop those that take too long, and wait until they have stopped."""
         changed, ended = self._sources.changed, partial(self._have_ended, reads)
         with changed:
             changed.wait_for(ended, self._wait_s)
             late = [read for read in reads if not read.ended]
-            now = self._clock()
+            if not self._sources.closed:
+                self._judge(reads, began)
             for read in late:
                 read.stopped = True
-                read.source.breaker.failed(now)
         for read in late:
             self._sources.say(read.source.peer, Cancel(read.number))
         for read in reads:  # also those that have ended: the transport keeps a read until then
             self._sources.transport.cancel(read.source.peer, read.number)
         with changed:
-            changed.wait_for(ended)  # the transport ends a peer that does not let a read end
+            stopped = changed.wait_for(ended, STOP_S)
+            stuck = {read.source.peer for read in late if not (stopped or read.ended)}
+        for peer in stuck:
+            reason = f"a read took longer than {self._wait_s:g} s, and does not stop"
+            self._sources.transport.submit(Disconnect(peer, reason))
+        with changed:
+            changed.wait_for(ended)
             for read in reads:
                 read.source.reading -= len(read.places)
                 del self._open[read.number]
+
+    def _judge(self, reads: Sequence[_OpenRead], began: float) -> None:
+        """Note, once for all reads of a source, whether they were late or have brought pages."""
+        now = self._clock()
+        late = {read.source for read in reads if not read.ended}
+        for source in late:
+            source.read_breaker.failed(now, began)
+            text = "a read from the engine at %s takes more than %g s; it is not used for a while"
+            logger.warning(text, source.address, self._wait_s)
+        for source in {read.source for read in reads if read.arrived and not read.stopped} - late:
+            source.read_breaker.succeeded()
 
     def _have_ended(self, reads: Sequence[_OpenRead]) -> bool:
         return self._sources.closed or all(read.ended for read in reads)

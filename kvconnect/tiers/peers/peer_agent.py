@@ -289,7 +289,8 @@ class PeerAgent:
             logger.warning("the peer at %s keeps other blocks: nothing is shared", session.name)
         else:
             if not session.inbound:
-                self.reader.sources.add(session.peer, session.path, hello, same_part)
+                address, path = session.address, session.path
+                self.reader.sources.add(session.peer, address, path, hello, same_part)
             elif self._access.gives and same_part and hello.nonce and is_this_machine(session.host):
                 self._serving.tell_memory(session.peer, hello.nonce)
             session.same_blocks = True

@@ -300,10 +300,12 @@ class FakeTransport(Transport):
         self.woken = True
 
     def _may_hang_up(self, end: End, reason: str) -> bool:
-        """Say whether there is a reason: this worker has met itself, or one that stood still."""
+        """Say whether there is a reason: this worker has met itself, or one that stood still, or a
+        read does not stop."""
         other = end.other.network.engine if end.other else self.engine
         still = other.frozen or other.thawed > self.engine.world.now - HELLO_TIMEOUT_S
-        return "itself" in reason or ("no hello" in reason and still)
+        stuck = "a read took" in reason
+        return "itself" in reason or stuck or ("no hello" in reason and still)
 
     def cancel(self, peer: PeerId, read_id: int) -> None:
         self.engine.world.pause()
@@ -470,6 +472,7 @@ class Engine:
         self.before = before  # whose process number this one has
         self.alive, self.frozen, self.closed = True, False, False
         self.thawed = -math.inf  # when it last went on after it had stood still
+        self.stalls = False  # its pages stand still on their way, its messages do not
         self.tasks: list[Task] = []
         self.reading: Counter[int] = Counter()  # slots
         self.reads: dict[int, float] = {}  # since when
@@ -805,11 +808,12 @@ class World:
         if end.said:
             yield partial(self.deliver, end)
         for line in (0, 1):
-            if end.queues[line] and end.up and not end.broken and not frozen:
+            stalls = frozen or end.network.engine.stalls
+            if end.queues[line] and end.up and not end.broken and not stalls:
                 yield partial(self.leave, end, line)
             if end.flying[line] and not end.other.network.engine.frozen:
                 yield partial(self.land, end, line)
-        if not frozen:
+        if not frozen and not end.other.network.engine.stalls:
             yield from (partial(self.drain, end, read_id) for read_id in end.stopping)
 
     def meet(self, end: End) -> None:

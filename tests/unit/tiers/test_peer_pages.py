@@ -335,7 +335,7 @@ def test_a_source_is_asked_for_the_same_page_of_its_blocks_in_a_row(
     hello = CacheHello(
         engine=bytes(16), format=b"f", layout=b"l", groups=[{0: 100}], pages=[theirs]
     )
-    sources.add(PEER, "tcp", hello, same_layout=False)
+    sources.add(PEER, "there", "tcp", hello, same_layout=False)
     sources.close()  # nobody answers
     names = [block_key(SHARED, 0, b"%d" % number) for number in range(6 * mine)]
     holders = frozenset({PEER})
@@ -356,7 +356,7 @@ def test_pages_of_a_group_that_is_not_there() -> None:
     unit = Unit(array("q", [0, 100, 100]), 1, 100)
     network: Any = None
     with pytest.raises(ProtocolError, match="groups"):
-        CacheSources(network, [[GroupUnits({}, unit)]]).add(PEER, "tcp", hello, False)
+        CacheSources(network, [[GroupUnits({}, unit)]]).add(PEER, "there", "tcp", hello, False)
     with pytest.raises(ProtocolError):
         decode(encode(msgspec.structs.replace(hello, pages=[0])))
 

@@ -49,6 +49,7 @@ from kvconnect.tiers.messages import (
     TierInstructions,
 )
 from kvconnect.tiers.offers import Offers
+from kvconnect.tiers.peers.arena_memory import ArenaMemory
 from kvconnect.tiers.peers.asking import Questions
 from kvconnect.tiers.peers.fetching import Reads, Wanted
 from kvconnect.tiers.peers.served import ServedBlock, ServedBlocks
@@ -288,6 +289,29 @@ def test_a_named_source_that_stalls_is_given_up(monkeypatch: pytest.MonkeyPatch)
         peers = reader.agent._dialler.peers(addresses(source))
         (known,) = reader.agent.reader.sources.of(peers)
         assert not known.breaker.closed, "it is not asked for a while"
+
+
+def test_a_source_that_stalls_in_mid_frame_is_disconnected_and_used_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+
+    def outgoing(self: ArenaMemory, unit: Unit, ids: Any, *_: object) -> Any:
+        yield from self.incoming(unit, ids[:1])
+        goes_on.wait(WAIT_S)
+        yield from self.incoming(unit, ids[1:])
+
+    monkeypatch.setattr(ArenaMemory, "outgoing", outgoing)
+    with engines(Engine) as [source], engines(lambda: Engine([source.where])) as [reader]:
+        source.keep(1, slot=0)
+        source.keep(2, slot=1)
+        with monkeypatch.context() as hurried:
+            hurried.setattr(reader.sources(1).agent.reader.reads, "_wait_s", 0.05)
+            assert reader.get([1, 2]) == [BlockOutcome.FAILED] * 2
+        assert "is down: a read took longer than 0.05 s" in caplog.text
+        goes_on.set()
+        until(lambda: reader.get([1, 2]) == [BlockOutcome.OK] * 2)
+        assert bytes(reader.host.view(1)) == content(2)
 
 
 def test_a_named_source_with_another_key_or_other_blocks(caplog: pytest.LogCaptureFixture) -> None:
@@ -562,8 +586,9 @@ class Reading:
         network: Any = self.network
         self.sources = CacheSources(network, [GROUP])
         for peer, units in ((PEER, {0: HALF, 1: HALF}), (OTHER_PEER, {1: HALF})):
-            hello = CacheHello(engine=bytes(16), format=FORMAT, layout=b"layout", groups=[units])
-            self.sources.add(peer, "tcp", hello, same_layout=False)
+            engine = bytes([peer]) * 16
+            hello = CacheHello(engine=engine, format=FORMAT, layout=b"layout", groups=[units])
+            self.sources.add(peer, "there", "tcp", hello, same_layout=False)
         clock = lambda: self.now  # noqa: E731
         self.questions = Questions(self.sources, wait_s, clock)
         self.reads = Reads(self.sources, wait_s, clock)
@@ -571,7 +596,7 @@ class Reading:
     def start(self, work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
         """Run a blocking call on a thread; its result is in the list at the end."""
         results: list[object] = []
-        thread = threading.Thread(target=lambda: results.append(work()))
+        thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
         thread.start()
         return thread, results
 
@@ -693,7 +718,7 @@ def test_engines_alike_read_whole_blocks() -> None:
     reading = Reading()
     third = PeerId(3)
     hello = CacheHello(engine=bytes(16), format=FORMAT, layout=b"same", groups=[{0: HALF, 1: HALF}])
-    reading.sources.add(third, "tcp", hello, same_layout=True)
+    reading.sources.add(third, "there", "tcp", hello, same_layout=True)
     thread, results = reading.start(reading.read(frozenset({PEER, third})))
     (fetch,) = reading.asked(Fetch)
     assert fetch.units == [cache_messages.WHOLE]
@@ -726,6 +751,129 @@ def test_a_long_question_that_is_late_counts_once() -> None:
         assert len(reading.network.messages()) == 2 * LATE_ANSWERS
     reading.questions.find(keys, [0] * len(keys), [PEER, OTHER_PEER])
     assert reading.network.messages() == []  # control: now both were late too often
+
+
+STALLED, GOOD = PeerId(3), PeerId(4)
+
+
+class Stalling(Reading):
+    """Two more sources, alike. Both answer questions; one sends only the pages that it must."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hurried = Reads(self.sources, 0.01, lambda: self.now)
+        self.connect(STALLED, b"stalled")
+        self.connect(GOOD, b"good")
+
+    def connect(self, peer: PeerId, engine: bytes) -> None:
+        units = {0: HALF, 1: HALF}
+        hello = CacheHello(engine=engine.ljust(16), format=FORMAT, layout=b"same", groups=[units])
+        self.sources.add(peer, "there", "tcp", hello, same_layout=True)
+
+    def wanted(self, *peers: PeerId) -> list[Wanted]:
+        return [Wanted(key(0), 0, frozenset(peers))]
+
+    def asked_of(self, *peers: PeerId) -> list[PeerId]:
+        """Ask for a block that all have. Return who was asked."""
+        thread, results = self.start(lambda: self.questions.find([key(0)], [0], peers))
+        until(lambda: bool(self.questions._open))
+        questions = dict(self.questions._open)
+        for number, question in questions.items():
+            self.questions.on_found(question.source.peer, Found(number, b"\1"))
+        thread.join(WAIT_S)
+        asked = [question.source.peer for question in questions.values()]
+        assert results == [[frozenset(asked)]]
+        return asked
+
+    def good(self, *peers: PeerId) -> PeerId:
+        """Read a block that some have. Return who gave it."""
+        before = len(self.network.pages)
+        thread, results = self.start(lambda: self.reads.read(0, self.wanted(*peers)))
+        until(lambda: len(self.network.pages) > before)
+        order = self.network.pages[-1]
+        self.reads.on_sent(order.peer, Sent(order.read_id, bytes([FetchOutcome.SENT])))
+        self.reads.on_received(PagesReceived(order.peer, order.read_id, 0, 0, 1, (), BLOCK, 0.0))
+        thread.join(WAIT_S)
+        assert results == [[BlockOutcome.OK]]
+        return order.peer
+
+    def refused(self, *peers: PeerId) -> bool:
+        """Return whether a block that some have is not read."""
+        thread, results = self.start(lambda: self.reads.read(0, self.wanted(*peers)))
+        thread.join(WAIT_S)
+        return results == [[BlockOutcome.UNAVAILABLE]]
+
+    def late(self) -> None:
+        """Two reads of one call are late, and stop."""
+        before = len(self.network.cancelled)
+        wanted = 2 * self.wanted(STALLED)
+        thread, results = self.start(lambda: self.hurried.read(0, wanted))
+        until(lambda: len(self.network.cancelled) == before + 2)
+        for read_id in self.network.cancelled[before:]:
+            self.hurried.on_drained(Drained(STALLED, read_id))
+        thread.join(WAIT_S)
+        assert results == [[BlockOutcome.FAILED] * 2]
+
+
+def test_a_source_that_answers_and_sends_no_pages_is_left_alone() -> None:
+    """Its answers do not end the pauses, which grow. The other source is used throughout."""
+    reading = Stalling()
+    assert reading.good(STALLED, GOOD) == STALLED
+    for pause in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        assert reading.asked_of(STALLED, GOOD) == [STALLED, GOOD]
+        reading.late()
+        for passed in (0.0, pause - 0.5):
+            reading.now += passed
+            assert reading.asked_of(STALLED, GOOD) == [GOOD]
+            assert reading.refused(STALLED)
+            assert reading.good(STALLED, GOOD) == GOOD
+        reading.now += 0.5
+    assert reading.good(STALLED) == STALLED
+    reading.late()
+    reading.now += 1.0  # the first pause again
+    assert reading.asked_of(STALLED, GOOD) == [STALLED, GOOD]
+
+
+def test_a_source_whose_read_was_late_is_tried_by_one_read_at_a_time() -> None:
+    reading = Stalling()
+    reading.late()
+    reading.now += 1.0
+    before, wanted = len(reading.network.pages), 2 * reading.wanted(STALLED)
+    thread, results = reading.start(lambda: reading.reads.read(0, wanted))
+    until(lambda: len(reading.network.pages) == before + 2)
+    reading.now += 60.0
+    assert reading.refused(STALLED)
+    assert reading.asked_of(STALLED, GOOD) == [GOOD]
+    for order in reading.network.pages[before:]:
+        reading.reads.on_sent(STALLED, Sent(order.read_id, bytes([FetchOutcome.ABSENT])))
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.ABSENT] * 2]
+    (source,) = reading.sources.of([STALLED])
+    assert not source.read_breaker.closed, "no page has come"
+    assert reading.asked_of(STALLED, GOOD) == [STALLED, GOOD]
+    assert reading.good(STALLED) == STALLED
+    assert source.read_breaker.closed
+
+
+def test_a_source_whose_late_read_does_not_stop_is_disconnected() -> None:
+    """It is known by its next connection; a restarted one is another."""
+    reading = Stalling()
+    orders = reading.network.orders
+    thread, results = reading.start(lambda: reading.hurried.read(0, reading.wanted(STALLED)))
+    until(lambda: any(isinstance(order, Disconnect) for order in orders))
+    (order,) = [order for order in orders if isinstance(order, Disconnect)]
+    assert order == Disconnect(STALLED, "a read took longer than 0.01 s, and does not stop")
+    assert thread.is_alive(), "pages may still be written"
+    reading.sources.remove(STALLED)
+    reading.hurried.on_down(STALLED)
+    thread.join(WAIT_S)
+    assert results == [[BlockOutcome.FAILED]]
+    again, restarted = PeerId(5), PeerId(6)
+    reading.connect(again, b"stalled")
+    reading.connect(restarted, b"restarted")
+    assert reading.asked_of(again, restarted) == [restarted]
+    reading.now += 1.0
+    assert reading.asked_of(again, restarted) == [again, restarted]
 
 
 def test_long_questions_go_in_several_messages() -> None:
@@ -868,6 +1016,21 @@ def test_a_lookup_s_source_reaches_the_store() -> None:
             until(lambda: bool(answers.extend(worker.poll()) or answers))  # noqa: B023
             assert [list(answer.found) for answer in answers] == [found]
         worker.close()
+
+
+def test_a_block_that_has_left_its_slot_is_not_offered() -> None:
+    """As one that a hint drops as soon as it is stored."""
+    index = HostIndex(2, 1, make_policy("lru", 2))
+    offers, names = Offers(index, serves=True), (b"kept", b"dropped")
+    kept, dropped = (slot for name in names if (slot := index.reserve(0, name)) is not None)
+    index.commit([kept, dropped])
+    for number, name in enumerate(names):
+        offers.stored(0, name, key(number))
+    index.remove([dropped])
+    assert index.reserve(0, b"another block") == dropped
+    index.commit([dropped])
+    offers.take(step := TierInstructions())
+    assert step.served == [(key(0), kept)] and not offers.ready
 
 
 def test_only_complete_blocks_are_offered() -> None:
