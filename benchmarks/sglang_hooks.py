@@ -47,7 +47,7 @@ class Side:
             "hooks", "bfloat16", ALONE, HEADS, (0, LAYERS), is_mla=False, device=-1
         )
         args = _arguments(self.tensors)
-        self.cache = translate.describe(args, model, TIMEOUT_S, SAME)
+        self.cache = translate.describe(args, model, SAME)
         self.names = translate.layer_names(self.cache, args)
         settings = Settings(**chosen("sglang_hooks", transport="tcp"))
         self.agent = start_agent(settings, self.cache, address, TIMEOUT_S)

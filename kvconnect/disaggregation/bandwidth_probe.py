@@ -25,6 +25,7 @@ from kvconnect.transport.base import (
     OutgoingPages,
     PageChunk,
     PagesReceived,
+    PageUser,
     Unit,
 )
 
@@ -52,11 +53,15 @@ class ProbedMemory:
     def region_of(self, unit: Unit) -> MemoryRegion:
         return self._of(unit).region_of(unit)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        return self._of(unit).outgoing(unit, ids)
+    def outgoing(
+        self, unit: Unit, ids: array[int], user: PageUser | None = None
+    ) -> Generator[PageChunk, None, None]:
+        return self._of(unit).outgoing(unit, ids, user)
 
-    def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        return self._of(unit).incoming(unit, ids)
+    def incoming(
+        self, unit: Unit, ids: array[int], user: PageUser | None = None
+    ) -> Generator[PageChunk, None, None]:
+        return self._of(unit).incoming(unit, ids, user)
 
     def _of(self, unit: Unit) -> Memory:
         return self._scratch if unit is _UNIT else self._memory

@@ -17,7 +17,7 @@ import torch
 
 from kvconnect.disaggregation.staging import make_memory, whole_region
 from kvconnect.errors import Misuse
-from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, Unit
+from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, PageUser, Unit
 
 _ALIGNMENT = 4096
 
@@ -75,7 +75,7 @@ class PiecewiseMemory:
     pieces must live as long as this object.
     """
 
-    def __init__(self, regions: Sequence[MemoryRegion], timeout_s: float) -> None:
+    def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         """Raises :class:`Misuse` if ``regions`` is empty."""
         if not regions:
             raise Misuse("a cache without memory")
@@ -92,7 +92,7 @@ class PiecewiseMemory:
             whole = view_over(pieces)
             self._starts.append(start)
             self._spans.append(whole)
-            self._parts.append(make_memory(whole, timeout_s, pieces=pieces))
+            self._parts.append(make_memory(whole, pieces=pieces))
             start += -(-whole.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     @property
@@ -120,13 +120,17 @@ class PiecewiseMemory:
         part, own = self._part(unit)
         return part.region_of(own)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+    def outgoing(
+        self, unit: Unit, ids: array[int], user: PageUser | None = None
+    ) -> Generator[PageChunk, None, None]:
         part, own = self._part(unit)
-        return part.outgoing(own, ids)
+        return part.outgoing(own, ids, user)
 
-    def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+    def incoming(
+        self, unit: Unit, ids: array[int], user: PageUser | None = None
+    ) -> Generator[PageChunk, None, None]:
         part, own = self._part(unit)
-        return part.incoming(own, ids)
+        return part.incoming(own, ids, user)
 
     def _part(self, unit: Unit) -> tuple[Memory, Unit]:
         """Return the part that has the pages, and the unit with offsets from that part's start."""

@@ -15,19 +15,19 @@ from kvconnect.copy import make_block_copier
 from kvconnect.copy.driver import own_stream
 from kvconnect.errors import TransferFailed
 from kvconnect.offload.streams import draining, use_device
-from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, Unit
+from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, PageUser, PeerId, Unit
 
 if TYPE_CHECKING:
     from kvconnect.copy.wire_blocks import BlockCopier
 
-RING_BYTES = 64 << 20
+RING_BYTES = 80 << 20
 """Page-locked staging memory of one worker, half for sending and half for receiving."""
 
-BUFFERS = 4
-"""Staging buffers per direction: as many transfers run at a time."""
+BUFFERS = 5
+"""Staging buffers per direction: for four transfers at a time, and for a peer that has none."""
 
-BUFFER_TIMEOUT_S = 30.0
-"""Seconds that a transfer waits for a buffer before it fails."""
+_POLL_S = 0.05
+"""How often a transfer that waits for a buffer looks whether it is still wanted, in seconds."""
 
 _Run = tuple[torch.Tensor, torch.Tensor]
 """A byte run of a page in the cache, and its place in the staging buffer."""
@@ -49,7 +49,12 @@ class HostMemory:
     def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one region
         return whole_region(self._cache)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+    def outgoing(
+        self,
+        unit: Unit,
+        ids: array[int],
+        user: PageUser | None = None,  # noqa: ARG002 - there is nothing to wait for
+    ) -> Generator[PageChunk, None, None]:
         yield PageChunk(self._cache.data_ptr(), self._cache.nbytes, unit, ids)
 
     incoming = outgoing
@@ -61,9 +66,10 @@ class StagedMemory:
     Pages of one chunk lie back to back in a buffer, which grows if a single wire block is larger;
     so up to ``2 * BUFFERS`` times the largest wire block is used beyond ``ring_bytes``.
 
-    A call keeps its buffer from its first chunk to its last, and each direction has its own. A
-    sender has a buffer for the whole frame before the peer sees the header, so a receiver with a
-    buffer never waits for a sender without one: workers that send to each other cannot deadlock.
+    Each direction has its own buffers. A sender keeps its buffer from its first chunk to its last,
+    so it has one for the whole frame before the peer sees the header; a receiver has one for a
+    chunk at a time. So a receiver with a buffer never waits for a sender without one: workers that
+    send to each other cannot deadlock.
 
     ``cache``: uint8 ``[bytes]``; a CPU tensor takes the same path without streams, for tests.
     ``copier`` packs and unpacks a buffer in one launch; without it every byte run is a copy of its
@@ -74,7 +80,6 @@ class StagedMemory:
         self,
         cache: torch.Tensor,
         ring_bytes: int = RING_BYTES,
-        timeout_s: float = BUFFER_TIMEOUT_S,
         copier: BlockCopier | None = None,
         pieces: tuple[MemoryRegion, ...] = (),
     ) -> None:
@@ -82,8 +87,8 @@ class StagedMemory:
         self._pieces = pieces or (whole_region(cache),)
         self._copier = copier
         buffer_bytes = ring_bytes // (2 * BUFFERS)
-        self._sending = _Ring(cache.device, buffer_bytes, timeout_s)
-        self._receiving = _Ring(cache.device, buffer_bytes, timeout_s)
+        self._sending = _Ring(cache.device, buffer_bytes)
+        self._receiving = _Ring(cache.device, buffer_bytes)
 
     def regions(self) -> tuple[MemoryRegion, ...]:
         return self._pieces
@@ -91,17 +96,30 @@ class StagedMemory:
     def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one region
         return whole_region(self._cache)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        with self._sending.buffer(unit.block_bytes) as buffer:
-            for part in _parts(buffer, unit, ids):
+    def outgoing(
+        self, unit: Unit, ids: array[int], user: PageUser | None = None
+    ) -> Generator[PageChunk, None, None]:
+        with self._sending.buffer(unit.block_bytes, user) as buffer:
+            if buffer is None:
+                return
+            step = buffer.nbytes // unit.block_bytes
+            for start in range(0, len(ids), step):
+                part = ids[start : start + step]
                 self._sending.run(partial(self._pack, buffer, unit, part))
                 yield _staged_chunk(buffer, unit, len(part))
 
-    def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
-        with self._receiving.buffer(unit.block_bytes) as buffer:
-            for part in _parts(buffer, unit, ids):
+    def incoming(
+        self, unit: Unit, ids: array[int], user: PageUser | None = None
+    ) -> Generator[PageChunk, None, None]:
+        start = 0
+        while start < len(ids):
+            with self._receiving.buffer(unit.block_bytes, user) as buffer:
+                if buffer is None:
+                    return
+                part = ids[start : start + buffer.nbytes // unit.block_bytes]
                 yield _staged_chunk(buffer, unit, len(part))
                 self._receiving.run(partial(self._unpack, buffer, unit, part))
+            start += len(part)
 
     def _pack(self, buffer: torch.Tensor, unit: Unit, ids: array[int]) -> None:
         if self._copier is not None:
@@ -130,26 +148,34 @@ class StagedMemory:
 
 
 class _Ring:
-    """The staging buffers of one direction, and the stream of their copies. Thread-safe."""
+    """The staging buffers of one direction, and the stream of their copies. Thread-safe.
 
-    def __init__(self, device: torch.device, buffer_bytes: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    Who came first gets the next buffer, but a peer that has one does not get the last one: a slow
+    peer keeps its buffers for long, and others must not wait for it.
+    """
+
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._pinned = device.type == "cuda"
         self._stream = own_stream(device) if self._pinned else None
         self._free = [self._make(buffer_bytes) for _ in range(BUFFERS)]
+        self._holders: list[PeerId | None] = []  # of the others, by peer
+        self._waiting: dict[object, PeerId | None] = {}  # in the order in which they came
         self._room = threading.Condition()
 
     @contextmanager
-    def buffer(self, block_bytes: int) -> Iterator[torch.Tensor]:
-        """Hold a buffer with room for at least one wire block, uint8 ``[bytes]``.
+    def buffer(
+        self, block_bytes: int, user: PageUser | None = None
+    ) -> Iterator[torch.Tensor | None]:
+        """Hold a buffer with room for at least one wire block, uint8 ``[bytes]``; None if ``user``
+        is gone before there is one.
 
         Raises:
-            TransferFailed: no buffer is free in time, or there is no memory for a larger one.
+            TransferFailed: there is no memory for a larger one.
         """
-        with self._room:
-            if not self._room.wait_for(lambda: self._free, self._timeout_s):
-                raise TransferFailed(f"no room in the staging ring for {self._timeout_s:g} s")
-            buffer = self._free.pop()
+        buffer = self._take(user)
+        if buffer is None:
+            yield None
+            return
         try:
             if buffer.nbytes < block_bytes:
                 buffer = self._make(block_bytes)
@@ -157,7 +183,30 @@ class _Ring:
         finally:
             with self._room:
                 self._free.append(buffer)
-                self._room.notify()
+                self._holders.remove(user.peer if user else None)
+                self._room.notify_all()
+
+    def _take(self, user: PageUser | None) -> torch.Tensor | None:
+        me, peer = object(), user.peer if user else None
+        with self._room:
+            self._waiting[me] = peer
+            try:
+                while not self._room.wait_for(lambda: self._next() is me, _POLL_S):
+                    if user and user.gone():
+                        return None
+                self._holders.append(peer)
+                return self._free.pop()
+            finally:
+                del self._waiting[me]
+                self._room.notify_all()
+
+    def _next(self) -> object:
+        """Return who of those that wait gets a buffer now; None if nobody does."""
+        for one, peer in self._waiting.items():
+            kept = 1 if peer is not None and peer in self._holders else 0
+            if len(self._free) > kept:
+                return one
+        return None
 
     def run(self, copies: Callable[[], None]) -> None:
         """Run ``copies``, which starts copies, and wait until they are done.
@@ -185,12 +234,6 @@ class _Ring:
             raise TransferFailed(f"no memory for {nbytes} bytes of a staging ring") from error
 
 
-def _parts(buffer: torch.Tensor, unit: Unit, ids: array[int]) -> Iterator[array[int]]:
-    """Split wire blocks into parts that fit into a buffer."""
-    step = buffer.nbytes // unit.block_bytes
-    return (ids[start : start + step] for start in range(0, len(ids), step))
-
-
 def _staged_chunk(buffer: torch.Tensor, unit: Unit, count: int) -> PageChunk:
     """Return the staged pages, back to back from the start of the buffer."""
     size = unit.block_bytes
@@ -206,15 +249,11 @@ def whole_region(cache: torch.Tensor) -> MemoryRegion:
 
 def make_memory(
     cache: torch.Tensor,
-    timeout_s: float = BUFFER_TIMEOUT_S,
     ring_bytes: int = RING_BYTES,
     pieces: tuple[MemoryRegion, ...] = (),
 ) -> Memory:
     """Return how a transport reaches a KV cache, uint8 ``[bytes]``, or the ``pieces`` of it that
-    belong to the cache.
-
-    If pages are staged, a transfer that finds no free buffer for ``timeout_s`` fails.
-    """
+    belong to the cache."""
     if cache.device.type == "cpu":
         return HostMemory(cache, pieces)
-    return StagedMemory(cache, ring_bytes, timeout_s, make_block_copier(cache), pieces)
+    return StagedMemory(cache, ring_bytes, make_block_copier(cache), pieces)

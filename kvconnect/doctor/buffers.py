@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from kvconnect.errors import ConfigError
-from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, Unit
+from kvconnect.transport.base import Memory, MemoryRegion, PageChunk, PageUser, Unit
 
 GRAIN_BYTES = 4 << 10
 """Every this many bytes stands a running number, so no two pages are equal."""
@@ -86,7 +86,12 @@ class HostBuffer:
     def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002
         return self.regions()[0]
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+    def outgoing(
+        self,
+        unit: Unit,
+        ids: array[int],
+        user: PageUser | None = None,  # noqa: ARG002
+    ) -> Generator[PageChunk, None, None]:
         yield PageChunk(self._address, self.nbytes, unit, ids)
 
     incoming = outgoing

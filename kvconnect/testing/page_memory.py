@@ -7,7 +7,7 @@ import random
 from array import array
 from collections.abc import Generator, Iterator, Sequence
 
-from kvconnect.transport.base import MemoryRegion, PageChunk, Unit
+from kvconnect.transport.base import MemoryRegion, PageChunk, PageUser, Unit
 
 
 class PageMemory:
@@ -27,7 +27,12 @@ class PageMemory:
     def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one region
         return self.regions()[0]
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+    def outgoing(
+        self,
+        unit: Unit,
+        ids: array[int],
+        user: PageUser | None = None,  # noqa: ARG002 - there is nothing to wait for
+    ) -> Generator[PageChunk, None, None]:
         yield PageChunk(self.address, len(self.data), unit, ids)
 
     incoming = outgoing

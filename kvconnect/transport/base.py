@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol
 
@@ -61,13 +61,21 @@ class MemoryRegion(NamedTuple):
     device: int = -1
 
 
+class PageUser(NamedTuple):
+    """Who waits for a chunk: the peer that its pages go to or come from. ``gone`` returns whether
+    nobody waits any more."""
+
+    peer: PeerId
+    gone: Callable[[], bool]
+
+
 class Memory(Protocol):
     """The KV cache as a transport reads and writes it: directly, or through a staging ring.
 
     Any thread may call it, several at a time. Chunks come in the order of ``ids`` and together
     cover them. A chunk is used before the next is requested; closing the generator early frees its
-    memory and copies nothing more. Requesting a chunk may block for a bounded time and raises
-    ``TransferFailed`` if no memory is free by then.
+    memory and copies nothing more. Requesting a chunk may wait until others have freed memory; if
+    ``user`` is gone meanwhile, no more chunks come.
     """
 
     def regions(self) -> tuple[MemoryRegion, ...]:
@@ -76,10 +84,14 @@ class Memory(Protocol):
     def region_of(self, unit: Unit) -> MemoryRegion:
         """Return the region from whose start a unit's offsets count."""
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+    def outgoing(
+        self, unit: Unit, ids: array[int], user: PageUser | None = None
+    ) -> Generator[PageChunk, None, None]:
         """Yield chunks that hold the pages' bytes."""
 
-    def incoming(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+    def incoming(
+        self, unit: Unit, ids: array[int], user: PageUser | None = None
+    ) -> Generator[PageChunk, None, None]:
         """Yield chunks to fill; each is copied into its pages when the next is requested."""
 
 

@@ -128,7 +128,7 @@ def test_a_private_key_that_others_may_write_is_refused(valkey: Valkey, tmp_path
     make_certificates(tmp_path)
     make_store("valkey", valkey.settings(tls_dir=str(tmp_path)), b"f").close()
     (tmp_path / "tls.key").chmod(0o666)
-    with pytest.raises(ConfigError, match="tls_dir.*others may write it"):
+    with pytest.raises(ConfigError, match="others may write it"):
         make_store("valkey", valkey.settings(tls_dir=str(tmp_path)), b"f")
 
 

@@ -160,7 +160,7 @@ class Side:
         )
         transport = PromptTransport(network, self.emulator.world)
         copier = BlockCopier(self.area, EmulatedDriver(self.emulator))
-        memory = StagedMemory(OnDevice(self.area), 1 << 12, PATIENCE_S, copier)  # type: ignore[arg-type]
+        memory = StagedMemory(OnDevice(self.area), 1 << 12, copier)  # type: ignore[arg-type]
         transport.register(ProbedMemory(memory, torch.device("cpu")))
         address = transport.listen(engine, 0) if sends else None
         found = HandoffSessions(

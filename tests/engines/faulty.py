@@ -128,9 +128,9 @@ def _send_swapped_pages(outbound: OutboundWrites, order: OutgoingPages) -> None:
 
 
 def _digests_unswapped(
-    context: ConnectionContext, unit: Unit, number: int, first: int, ids: array[int], period: int
+    context: ConnectionContext, unit: Unit, number: int, first: int, ids: array[int], *rest: Any
 ) -> bytes:
-    return _digests(context, unit, number, first, _swapped(ids), period)
+    return _digests(context, unit, number, first, _swapped(ids), *rest)
 
 
 def _swapped(ids: array[int]) -> array[int]:

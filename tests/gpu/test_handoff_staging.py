@@ -57,7 +57,7 @@ def zero_area() -> torch.Tensor:
 
 
 def staged(area: torch.Tensor) -> StagedMemory:
-    return StagedMemory(area, 2 * BUFFERS * SHARE_BYTES, timeout_s=0.0)
+    return StagedMemory(area, 2 * BUFFERS * SHARE_BYTES)
 
 
 def places(unit: Unit, ids: array[int]) -> Iterator[slice]:

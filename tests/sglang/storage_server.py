@@ -18,20 +18,25 @@ STORAGE = {
     "host_bytes": "64MiB",
     "digest": "full",
 }
-ARGS = (
+HICACHE = (
     "--enable-hierarchical-cache",
     *("--hicache-ratio", "1.0", "--hicache-write-policy", "write_through"),
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct"),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
-    *("--hicache-storage-backend", "dynamic"),
 )
+ARGS = (*HICACHE, "--hicache-storage-backend", "dynamic")
+ENV = plugin_path(Path(__file__).with_name("hicache"))
 
 
 def server(**settings: Any) -> SglangServer:
     storage = json.dumps({**STORAGE, **settings})
     args = (*ARGS, "--hicache-storage-backend-extra-config", storage)
-    env = plugin_path(Path(__file__).with_name("hicache"))
-    return SglangServer(tokens=512, args=args, env=env)
+    return SglangServer(tokens=512, args=args, env=ENV)
+
+
+def attachable(tp: int) -> SglangServer:
+    """Return a server without a storage backend, to which ``admin`` may attach one."""
+    return SglangServer(tokens=512, tp=tp, args=(*HICACHE, "--admin-api-key", "admin"), env=ENV)
 
 
 def written(running: SglangServer) -> float:

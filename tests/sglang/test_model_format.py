@@ -47,7 +47,7 @@ def hello(folder: Path, kv: str = "auto", **flags: Any) -> HandoffHello:
     model = runtime_context.model(args, server, False)
     reset_context()
     model = replace(model, layers=(0, LAYERS), kv_heads=2)
-    return translate.describe(args, model, 5.0, SAME).hello
+    return translate.describe(args, model, SAME).hello
 
 
 def configured(folder: Path, **values: Any) -> Path:

@@ -151,7 +151,7 @@ class End:
         self.args = transfer_args(pools, self.aux, dtype, draft)
         self.draft = draft
         self.cache = translate.describe(
-            self.args, model_of(pools, self.args, self.rank, kv_heads), 5.0, SAME
+            self.args, model_of(pools, self.args, self.rank, kv_heads), SAME
         )
         for number, (memory, _) in enumerate(self.buffers()):
             if sends:
@@ -342,7 +342,7 @@ def test_pages_without_their_scales_are_not_handed_off(dtype: str) -> None:
     pools = POOLS["MLATokenToKVPoolFP4"]()
     args = transfer_args(pools, torch.zeros(8, 16), dtype)
     with pytest.raises(Incompatible, match=f"--kv-cache-dtype {dtype}.*scales beside") as refused:
-        translate.describe(args, model_of(pools, args), 1.0, SAME)
+        translate.describe(args, model_of(pools, args), SAME)
     assert "\n" not in str(refused.value)
 
 
@@ -351,7 +351,7 @@ def test_a_state_of_a_new_kind_is_refused() -> None:
     args = transfer_args(pools, torch.zeros(8, 16), "auto")
     args.state_types = [SimpleNamespace(value="memory_of_2027")]
     with pytest.raises(Incompatible, match=r"'memory_of_2027'.*not known"):
-        translate.describe(args, model_of(pools, args), 1.0, SAME)
+        translate.describe(args, model_of(pools, args), SAME)
 
 
 # --- states over another number of ranks -----------------------------------------------------

@@ -92,6 +92,7 @@ def canonical(page: torch.Tensor, pool: Any) -> torch.Tensor:
     ("settings", "why"),
     [
         ({"load_format": "dummy"}, "weights without files"),
+        ({"load_format": "remote"}, "weights of other files or servers"),
         ({"quantization": "fp8"}, "quantized weights"),
         ({"speculative_algorithm": "NGRAM"}, "a draft model"),
         ({"enable_lora": True}, "adapters"),

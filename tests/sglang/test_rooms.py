@@ -18,6 +18,7 @@ from sglang.srt.disaggregation import decode as sglang_decode
 from sglang.srt.disaggregation import utils as sglang_utils
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import (
+    CommonKVManager,
     CommonKVReceiver,
     CommonKVSender,
     KVTransferError,
@@ -35,10 +36,11 @@ from kvconnect.engines.sglang import backend, hooks
 from kvconnect.engines.sglang.backend import KVConnectReceiver, KVConnectSender
 from kvconnect.engines.sglang.claims import RoomClaims
 from kvconnect.engines.sglang.decode_rooms import DecodeRooms
+from kvconnect.engines.sglang.prompts import AdapterContents
 from kvconnect.engines.sglang.rooms import PrefillRooms
 from kvconnect.types import Rank
 from tests.sglang.live_rooms import SERVER, ask, decode_manager, prefill_manager, receiver, sender
-from tests.unit.engines.sglang_ranks import ROOM, Decode, Prefill, engines
+from tests.unit.engines.sglang_ranks import ROOM, TOKENS, Decode, Prefill, engines
 
 WAIT_S = 20.0
 
@@ -435,10 +437,55 @@ def test_the_hooks_are_set_where_sglang_calls_them(monkeypatch: pytest.MonkeyPat
         hooks.POP: hooks.before_pop,
         hooks.RECEIVE: hooks.after_receiver,
         hooks.RANKS: hooks.around_ranks,
+        hooks.ATTACH: hooks.around_attach,
     }
     for target in registered:
         module, owner, name = target.rsplit(".", 2)
         assert callable(getattr(getattr(importlib.import_module(module), owner), name))
+
+
+def test_bootstrap_servers_are_forgotten_with_the_requests_that_named_them(
+    closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request may name another one. What a waiting request has asked for is kept (control)."""
+    monkeypatch.setattr(CommonKVManager, "try_ensure_parallel_info", lambda *_: False)
+    _, _, decode, _ = pair(closing)
+    decode.adapters = AdapterContents()
+    queue: Any = object.__new__(DecodePreallocQueue)
+    queue.kv_manager, queue.scheduler = decode, SimpleNamespace(forward_stream=None)
+    queue._ensure_retry_count, queue._ensure_last_attempt_time = {}, {}
+    queue._ensure_retry_interval, queue._max_ensure_retries = 0.0, 15
+    queue.pending_reqs = []
+
+    def wait_for(address: str, room: int) -> Any:
+        made = KVConnectReceiver(decode, address, room)
+        req = SimpleNamespace(
+            **vars(request("one")),
+            origin_input_ids=range(TOKENS),
+            lora_id=None,
+            extra_key=None,
+            cache_salt=None,
+            multimodal_inputs=None,
+        )
+        waiting = DecodeRequest(req=req, kv_receiver=made)
+        hooks.after_receiver(waiting, queue)
+        queue.pending_reqs.append(waiting)
+        queue._ensure_prefill_info({address: [waiting]})
+        return made
+
+    kept = wait_for(SERVER, ROOM)
+    for number in range(1, 20):
+        made = wait_for(f"10.0.0.{number}:80", number)
+        assert made.poll() == KVPoll.Failed
+        with pytest.raises(KVTransferError, match="not allowed"):
+            made.failure_exception()
+        queue.pending_reqs.pop()
+        assert queue._ensure_last_attempt_time.keys() == {SERVER, f"10.0.0.{number}:80"}
+    assert queue._ensure_retry_count == {SERVER: 1, "10.0.0.19:80": 1}
+    assert decode.addr_to_rooms_tracker == {SERVER: {ROOM}}
+    kept.abort()
+    kept.clear()
+    assert not decode.addr_to_rooms_tracker
 
 
 # Errors that nobody expects -----------------------------------------------------------------------

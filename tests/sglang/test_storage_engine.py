@@ -4,15 +4,22 @@ back from the storage backend, with the same tokens; with a disk, also after kil
 from __future__ import annotations
 
 import json
+import socket
+import urllib.error
+import urllib.request
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.engines.models import prompt_tokens
+from tests.engines.server import REQUEST_TIMEOUT_S
+from tests.servers import free_port
 from tests.sglang.scenario import NEW, moved_bytes, settled
 from tests.sglang.server import PAGE, SglangServer
 from tests.sglang.storage_server import (
     LENGTHS,
+    STORAGE,
     at_work,
+    attachable,
     hits,
     server,
     written,
@@ -69,3 +76,46 @@ def test_pages_on_disk_outlive_kill_9(tmp_path: Path) -> None:
         found = sum(reply.found for reply in again)
         assert settled(lambda: hits(running, "disk") >= found, True)
         assert moved_bytes(running, "DISK_to_CPU") > 0
+
+
+def managed(running: SglangServer, method: str, path: str, body: Any = None) -> str:
+    """Do what only an administrator may; return what the server says."""
+    request = urllib.request.Request(
+        f"{running.url}{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": "Bearer admin"},
+        method=method,
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as reply:
+            return str(reply.read().decode())
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+
+
+def attach(running: SglangServer, **settings: Any) -> str:
+    """Attach a storage backend at run time; return what the server says of it."""
+    asked = {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config_json": json.dumps({**STORAGE, **settings}),
+    }
+    return managed(running, "PUT", "/hicache/storage-backend", asked)
+
+
+def test_a_storage_that_one_rank_cannot_use_is_attached_to_none() -> None:
+    """The ranks of a server plan alike: they would wait for each other."""
+    port = free_port()
+    peers = {"listen": f"127.0.0.1:{port}", "ask": [], "ask_s": 1.0}
+    with attachable(tp=2) as running, socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + 1))  # of the second rank
+        taken.listen()
+        refusal = attach(running, cache_peers=peers)
+        assert f"127.0.0.1:{port + 1}" in refusal and "on another rank" in refusal
+        computed = ask_all(running)
+        managed(running, "POST", "/flush_cache?timeout=60")
+        assert "successfully" in attach(running), "nothing is attached"
+        assert [reply.found for reply in ask_all(running)] == [0] * len(ASKED)
+        managed(running, "POST", "/flush_cache?timeout=60")
+        again = ask_all(running)
+        assert [reply.tokens for reply in again] == [reply.tokens for reply in computed]
+        assert all(reply.found for reply in again)

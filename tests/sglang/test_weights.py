@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from kvconnect.engines.sglang import weights
+from kvconnect.engines.sglang.storage_backends import stored_format
 from kvconnect.protocol.identity import Identity, Weights
-from tests.sglang.storage_bench import serving
-from tests.sglang.weight_updates import Serving
+from tests.engines.models import model_dir
+from tests.sglang.storage_bench import RANKS, serving
+from tests.sglang.weight_updates import Runner, Serving
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +83,84 @@ def test_a_flush_names_pages_anew_where_experts_move_and_no_version_is_declared(
     process.flush()
     assert weights.generation() == declared and (declared in names) != eplb
     assert weights.identity().weights.version == "3"
+
+
+def test_an_update_of_the_draft_model_alone_names_pages_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their pages are stored with the model's own."""
+    process = Serving(monkeypatch)
+    spec = SimpleNamespace(
+        speculative_draft_model_path="draft",
+        speculative_draft_model_revision=None,
+        speculative_draft_load_format=None,
+    )
+    monkeypatch.setattr("sglang.srt.runtime_context.get_spec", lambda: spec)
+    names = []
+    for selector, version in (("draft", "2"), ("draft", "2"), ("draft", "3"), ("target", "2")):
+        process.start()
+        draft = Runner()
+        draft.is_draft_worker = True
+        process.load(draft)
+        weights.follow()
+        assert weights.generation() == b""
+        request = SimpleNamespace(selector=selector)
+        process.updater.begin_weight_update(SimpleNamespace(_session=None), request)
+        updated = draft if selector == "draft" else process.runner
+        torch.nn.init.constant_(updated.model.weight, 2.0)
+        process.updater.update_weights_from_tensor(None, SimpleNamespace(weight_version=version))
+        process.updater.end_weight_update(None, SimpleNamespace())
+        process.flush()
+        names.append(weights.generation())
+    assert all(names) and names[0] == names[1] and len(set(names)) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_files"),
+    [
+        ({}, True),
+        ({"load_format": "safetensors"}, True),
+        ({"load_format": "remote"}, False),
+        ({"load_format": "sharded_state"}, False),
+        ({"weight_cache_mode": "client"}, False),
+    ],
+)
+@pytest.mark.parametrize("version", ["", "7"])
+def test_weights_go_by_the_model_s_files_only_if_they_were_read_from_them(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], of_files: bool, version: str
+) -> None:
+    """Another server may have updated those that it sends, and the files at the path are old."""
+    declared = {"weight_version": version} if version else {}
+    names = []
+    with serving(str(model_dir("llama")), **settings, **declared):
+        process = Serving(monkeypatch)
+        for number in (1.0, 1.0, 2.0):
+            process.start()
+            for parameter in process.runner.model.parameters():
+                torch.nn.init.constant_(parameter, number)
+            found = weights.identity().weights
+            assert (bool(found.files), found.version) == (of_files, version)
+            names.append((weights.generation(), found.parameters))
+        stored = stored_format(RANKS)["weights"]
+    assert (stored == found.files) == of_files
+    first, again, other = names
+    assert all(parameters for _, parameters in names) and first == again != other
+    pages = [page for page, _ in names]
+    assert [bool(page) for page in pages] == [not of_files] * 3
+    assert len(set(pages)) == (1 if of_files or version else 2)
+
+
+def test_pages_of_weights_of_which_nothing_is_known_are_found_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_server_args", lambda: SimpleNamespace(enable_eplb=True)
+    )
+    names = []
+    with serving(str(model_dir("llama")), load_format="remote"):
+        process = Serving(monkeypatch)
+        for _ in range(2):
+            process.start()
+            assert weights.identity().weights == Weights()
+            names.append(weights.generation())
+    assert all(names) and names[0] != names[1]

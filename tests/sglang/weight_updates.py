@@ -49,7 +49,7 @@ class Serving:
         self.updater: Any = Updater
         self.scheduler: Any = Scheduler
         self.runner = Runner()
-        self._load: Any = ModelRunner.load_model
+        self.load: Any = ModelRunner.load_model
         self._patch = monkeypatch
         self.start()
 
@@ -57,7 +57,7 @@ class Serving:
         """Be another process, which loads the first weights."""
         self._patch.setattr(weights, "_state", weights._RankWeights())
         torch.nn.init.constant_(self.runner.model.weight, 1.0)
-        self._load(self.runner)
+        self.load(self.runner)
 
     def begin(self) -> None:
         self.updater.begin_weight_update(
@@ -72,7 +72,11 @@ class Serving:
     def update_from_disk(self, folder: Path, *, flush: bool = True, idle: bool = True) -> None:
         """Load other weights, as one call that flushes the cache unless requests run."""
         request = SimpleNamespace(
-            model_path=str(folder), weight_version=None, flush_cache=flush, idle=idle
+            model_path=str(folder),
+            load_format="auto",
+            weight_version=None,
+            flush_cache=flush,
+            idle=idle,
         )
         self.updater.update_weights_from_disk(None, request)
 

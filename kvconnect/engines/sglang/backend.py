@@ -115,7 +115,7 @@ class KVConnectManager(CommonKVManager):
         address = _address(settings) if self._sends else None
         mixes = settings.mix_weights
         own = weights.identity(mixes=mixes)
-        cache = translate.describe(args, model, settings.deadline_s, own)
+        cache = translate.describe(args, model, own)
         patience = runtime_context.patience_s()
         self.spans = make_spans()
         traced = self.spans is not None
@@ -482,6 +482,12 @@ class KVConnectReceiver(RoomOwner, CommonKVReceiver):
         if self.owns_room:
             super().clear()
             self.release()
+
+    def _clear(self) -> None:
+        super()._clear()
+        rooms = self.kv_mgr.addr_to_rooms_tracker
+        if not rooms.get(self.bootstrap_addr):  # clients may name any number of addresses
+            rooms.pop(self.bootstrap_addr, None)
 
     @contains_errors()
     def abort(self) -> None:

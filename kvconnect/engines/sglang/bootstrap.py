@@ -98,13 +98,19 @@ class BootstrapAddresses:
 
         def work() -> None:
             try:
-                found = self._find(host)
-                with self._lock:
-                    remember(self._names, host, (found, time.monotonic()), _MOST_NAMES)
+                self._remember(host, self._find(host))
             finally:
                 self._asking.discard(host)
 
-        threads.make(threads.ThreadKind.RESOLVER, "kvconnect-names", work).start()
+        try:
+            threads.make(threads.ThreadKind.RESOLVER, "kvconnect-names", work).start()
+        except RuntimeError as error:  # the system has no more threads
+            self._remember(host, error)
+            self._asking.discard(host)
+
+    def _remember(self, host: str, found: str | Exception) -> None:
+        with self._lock:
+            remember(self._names, host, (found, time.monotonic()), _MOST_NAMES)
 
     def _find(self, host: str) -> str | Exception:
         try:

@@ -3,12 +3,13 @@
 SGLang gives its backend only the room of a request. Two hooks read more from the requests for which
 SGLang makes senders and receivers. A third polls the agent on every pipeline stage of a prefill
 engine, since SGLang polls new requests on the first stage alone. A fourth checks what a bootstrap
-server says of ranks.
+server says of ranks. A fifth, on HiCache, detaches a storage backend that a rank has refused.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,9 @@ SEND = f"{_BOOTSTRAP}.create_sender"
 POP = f"{_BOOTSTRAP}.pop_bootstrapped"
 RECEIVE = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 
-
 RANKS = "sglang.srt.disaggregation.common.conn.CommonKVReceiver.query_prefill_dp_ranks"
+_HICACHE = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+ATTACH = f"{_HICACHE}.attach_storage_backend"
 
 
 def watch() -> None:
@@ -36,6 +38,7 @@ def watch() -> None:
     HookRegistry.register(POP, before_pop, HookType.BEFORE)
     HookRegistry.register(RECEIVE, after_receiver, HookType.AFTER)
     HookRegistry.register(RANKS, around_ranks, HookType.AROUND)
+    HookRegistry.register(ATTACH, around_attach, HookType.AROUND)
 
 
 def after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
@@ -72,12 +75,37 @@ def after_receiver(made: Any, queue: Any, *_: Any, **__: Any) -> None:
     if getattr(manager, "decode_rooms", None) is None or not hasattr(receiver, "owns_room"):
         return
     with contain_room_errors(manager.agent, receiver.bootstrap_room, receiver.give_up):
+        _forget_addresses(queue)
         manager.streams.forward = queue.scheduler.forward_stream
         if manager.spans is not None:
             receiver.parent = manager.spans.context_of(made.req)
         receiver.prompt = prompt_identity(made.req, queue.scheduler, manager.adapters)
 
 
+def _forget_addresses(queue: Any) -> None:
+    """Forget when bootstrap servers were asked that no request waits for any more. Clients name
+    them, and SGLang remembers each one for ever whose requests ended before it had answered."""
+    asked: dict[str, float] = getattr(queue, "_ensure_last_attempt_time", {})
+    if not asked:
+        return
+    receivers = (waiting.kv_receiver for waiting in queue.pending_reqs)
+    named = {receiver.bootstrap_addr for receiver in receivers if receiver is not None}
+    recently = time.monotonic() - queue._ensure_retry_interval  # not to be asked again yet
+    for address in [a for a, when in asked.items() if a not in named and when <= recently]:
+        del asked[address]
+        queue._ensure_retry_count.pop(address, None)
+
+
 def around_ranks(query: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[str, int]:
     """Hook around ``CommonKVReceiver.query_prefill_dp_ranks``, whose answer SGLang trusts."""
     return ranks_of(query(*args, **kwargs))
+
+
+def around_attach(attach: Callable[..., None], controller: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook around ``HybridCacheController.attach_storage_backend``, which leaves a backend attached
+    that could not be set up once SGLang's pools were known."""
+    try:
+        attach(controller, *args, **kwargs)
+    finally:
+        if getattr(controller.storage_backend, "refused", False):
+            controller.detach_storage_backend()

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.pool_host.mha import (
 )
 
 from kvconnect.engines.sglang import weights
+from kvconnect.engines.sglang.rank_agreement import of_all_ranks
 from kvconnect.engines.sglang.storage_pages import PageStore
 from kvconnect.types import Tier
 
@@ -61,6 +62,20 @@ class HostPages:
         self._ranks = ranks
         self._forms: dict[PoolName, _Form] = {}
         self._generation = b""
+        # All ranks look for pages that the first one has named; their parameters are others.
+        self._alike = ranks.is_mla_model and ranks.tp_size > 1
+        self._weights = b""  # the generation of all ranks' weights then
+
+    def agree(self) -> None:
+        """Name pages as the other ranks do, from now on. For the scheduler's thread, at the same
+        point on all ranks; so are updates of weights."""
+        if self._alike:
+            self._on_weights()
+            weights.listen(self._on_weights)
+
+    def _on_weights(self) -> None:
+        found = of_all_ranks(weights.generation())
+        self._weights = found[0] if len(set(found)) == 1 else weights.joined(*found)
 
     def deadline(self) -> float:
         """Return until when, in monotonic seconds, a call of HiCache's that starts now may wait."""
@@ -119,8 +134,9 @@ class HostPages:
 
     def forget(self) -> None:
         """Forget every stored page. Lower tiers keep theirs under names that this process does not
-        use any more."""
-        self._generation = os.urandom(16)
+        use any more. For the scheduler's thread, at the same point on all ranks."""
+        own = os.urandom(16)
+        self._generation = of_all_ranks(own)[0] if self._alike else own
         self.store.clear()
 
     def _starts(self, transfer: PoolTransfer) -> list[tuple[str, int | None]]:
@@ -134,7 +150,7 @@ class HostPages:
         return [(key, None) for key in keys]
 
     def _names(self, name: PoolName, keys: Sequence[str]) -> list[bytes]:
-        generations = weights.generation() + self._generation
+        generations = (self._weights if self._alike else weights.generation()) + self._generation
         if self._by_tokens and name is PoolName.KV and not generations:
             return [bytes.fromhex(key) for key in keys]
         text = f"{generations.hex()}|{self._form(name).text}|"

@@ -167,10 +167,12 @@ class LayerwisePush:
         """Wrap SGLang's entry of a request into its prefix cache: defer frees of offered pages."""
         room = self._find(req)
         self.settle()
-        if room is None or not room.offered_ahead:
+        allocator = scheduler.token_to_kv_pool_allocator
+        # All ranks must free the same pages at the same point, whatever each of them has offered.
+        entered = req.kv.cache_protected_len // allocator.page_size
+        if room is None or room.ahead_until <= entered:
             yield
             return
-        allocator = scheduler.token_to_kv_pool_allocator
         with deferring_frees(allocator) as found:
             yield
         if found.frees:
@@ -211,6 +213,7 @@ class LayerwisePush:
         end = min(req.extend_end, len(req.origin_input_ids)) // size
         if room.deferred_frees:  # a long prompt must not take its memory twice
             end = min(end, req.kv.cache_protected_len // size)
+        room.ahead_until = max(room.ahead_until, end)
         blocks, pages = room.unoffered_until(end), None
         if blocks:
             pages = DeviceNumbers(_first_slots(scheduler, req, blocks, size))

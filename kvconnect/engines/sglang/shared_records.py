@@ -18,6 +18,7 @@ from kvconnect.cache.layout import ByteRun, GroupGeometry
 from kvconnect.cache.model_identity import model_name
 from kvconnect.cache.pages import LayerPages
 from kvconnect.cache.record_format import RecordFormat
+from kvconnect.engines.sglang import weights
 from kvconnect.errors import Incompatible
 
 
@@ -49,6 +50,7 @@ def records_for_all(pools: Mapping[PoolName, Any], ranks: HiCacheStorageConfig) 
         ("a draft model", get_spec().speculative_algorithm),
         ("adapters, whose pages go by their names", get_lora().enable_lora),
         ("weights without files", model.load_format == "dummy"),
+        ("weights of other files or servers", not weights.are_of_files(model.load_format)),
         ("context parallelism", ranks.attn_cp_size > 1 or ranks.dcp_size > 1),
     ):
         if there:

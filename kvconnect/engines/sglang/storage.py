@@ -30,6 +30,7 @@ from kvconnect.engines.sglang import weights
 from kvconnect.engines.sglang.device_pools import window_ends
 from kvconnect.engines.sglang.host_pages import MOST_WAIT_S, HostPages, has_heads
 from kvconnect.engines.sglang.metrics_publisher import publish_regularly
+from kvconnect.engines.sglang.rank_agreement import on_all_or_none
 from kvconnect.engines.sglang.runtime_context import own_settings, worker_share
 from kvconnect.engines.sglang.settings_flags import storage_settings
 from kvconnect.engines.sglang.shared_records import Records, records_for_all
@@ -106,42 +107,58 @@ class _Copying(HiCacheStorage):
 class KVConnectStorage(_Copying):
     """HiCache's pages in a :class:`PageStore`; a slot fits the largest pool's page. Thread-safe.
 
-    Raises:
-        ConfigError: a setting cannot be used.
-        Incompatible: latent attention on several ranks without a remote tier. Only the first rank
-            writes, and the others could not read its memory or its disk.
+    ``refused``: HiCache has attached this backend, and a rank cannot use it. Then it is to be
+    detached on all ranks, or they would wait for each other.
     """
 
-    @refusing("this server")
     def __init__(
         self,
         storage_config: HiCacheStorageConfig,
         kwargs: Mapping[str, Any] | None = None,  # noqa: ARG002
     ) -> None:
-        self._settings = own_settings(storage_settings(storage_config.extra_config or {}))
-        self._share = worker_share(self._settings)
-        alone = not self._settings.remote
-        if alone and storage_config.is_mla_model and storage_config.tp_size > 1:
-            raise Incompatible(
-                f"latent attention on {storage_config.tp_size} ranks: HiCache has one of them "
-                "write for all, who cannot see its memory; use the linker instead, or a remote tier"
-            )
         self._ranks = storage_config
         self._scheduler = threading.get_ident()
         self.registered_pools: dict[PoolName, Any] = {}
         self._stop = threading.Event()
+        self.refused = False
 
-    @refusing("this server")
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Check all that can be checked before HiCache attaches this backend.
+
+        Raises:
+            ConfigError: a setting cannot be used.
+            Incompatible: latent attention on several ranks without a remote tier. Only the first
+                rank writes, and the others could not read its memory or its disk. Or the pool has
+                no pages of its own, or another rank has an error.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        with on_all_or_none(), refusing("this server"):
+            ranks = self._ranks
+            self._settings = own_settings(storage_settings(ranks.extra_config or {}))
+            self._share = worker_share(self._settings)
+            if not self._settings.remote and ranks.is_mla_model and ranks.tp_size > 1:
+                raise Incompatible(
+                    f"latent attention on {ranks.tp_size} ranks: HiCache has one of them write for "
+                    "all, who cannot see its memory; use the linker instead, or a remote tier"
+                )
+            if mem_pool_host.kv_buffer is None:
+                raise Incompatible(f"{type(mem_pool_host).__name__} has no pages of its own")
+
     def on_host_pools_registered(self) -> None:
         """Allocate the store, once HiCache's pools are known.
 
         Raises:
             ConfigError: this worker's share is less than a page or more than is free, or a lower
                 tier cannot be used as it is set.
-            Incompatible: the first pool has no pages of its own.
+            Incompatible: another rank has an error.
         """
-        if self.mem_pool_host.kv_buffer is None:
-            raise Incompatible(f"{type(self.mem_pool_host).__name__} has no pages of its own")
+        self.refused = True
+        with on_all_or_none(), refusing("this server"):
+            self._allocate()
+        self.refused = False
+        self.pages.agree()
+
+    def _allocate(self) -> None:
         pools = (self.mem_pool_host, *self.registered_pools.values())
         largest = max(pool.get_data_page(0, flat=True).nbytes for pool in pools)
         slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

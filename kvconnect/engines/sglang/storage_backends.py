@@ -134,7 +134,7 @@ def stored_format(ranks: HiCacheStorageConfig) -> dict[str, Any]:
         "model": path.rstrip("/").rpartition("/")[2],
         "record": 1,
         "sglang": engine_versions.installed("sglang"),
-        "weights": _weights(path, revision, dummy=model.load_format == "dummy"),
+        "weights": _weights(path, revision, model.load_format),
         "configuration": _digest(model_folder(path, revision), "config.json"),
         "scales": model_format.scales(),
         "draft": _draft(),
@@ -158,16 +158,18 @@ def _draft() -> str:
     path = spec.speculative_draft_model_path
     if not path:
         return str(spec.speculative_algorithm or "")
-    dummy = spec.speculative_draft_load_format == "dummy"
-    weights = _weights(str(path), spec.speculative_draft_model_revision, dummy=dummy)
-    return f"{spec.speculative_algorithm} {weights}"
+    name = _weights(str(path), spec.speculative_draft_model_revision, weights.draft_format())
+    return f"{spec.speculative_algorithm} {name}"
 
 
-def _weights(path: str, revision: str | None, *, dummy: bool) -> str:
-    """Return a name for a model's weights, which SGLang may keep at a place of its own."""
-    model = get_model()
-    mistral = model.load_format == "mistral"
-    return weights_name(path, revision, dummy, cache=model.download_dir, consolidated=mistral)
+def _weights(path: str, revision: str | None, load_format: Any) -> str:
+    """Return a name for a model's weights, which SGLang may keep at a place of its own. Names of
+    pages cover those that are not of the model's files."""
+    if not weights.are_of_files(load_format):
+        return f"not of files: {load_format}"
+    dummy, mistral = load_format == "dummy", load_format == "mistral"
+    cache = get_model().download_dir
+    return weights_name(path, revision, dummy, cache=cache, consolidated=mistral)
 
 
 def _adapters() -> list[list[str]]:

@@ -78,7 +78,7 @@ class Buffer(NamedTuple):
     item_bytes: int
 
 
-def describe(args: Any, model: Model, timeout_s: float, identity: Identity) -> WorkerCache:
+def describe(args: Any, model: Model, identity: Identity) -> WorkerCache:
     """Return the cache that SGLang's ``KVArgs`` describe, for the hand-off agent. ``identity``: the
     weights that the rank has.
 
@@ -92,7 +92,7 @@ def describe(args: Any, model: Model, timeout_s: float, identity: Identity) -> W
     states = [tuple(_state_buffers(args, number)) for number in range(len(args.state_types))]
     kinds = (kv, aux, *states)
     places = [[_area(buffer, model, kind is aux) for buffer in kind] for kind in kinds]
-    regions = PiecewiseMemory([area for areas in places for area in areas], timeout_s)
+    regions = PiecewiseMemory([area for areas in places for area in areas])
     offsets = [[regions.offset(area) for area in areas] for areas in places]
 
     heads = _heads(model)

@@ -12,8 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from weakref import ref
+
+import msgspec
 
 from kvconnect.cache.model_identity import loaded_files
 from kvconnect.protocol.identity import Identity, Weights
@@ -30,6 +33,11 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = f"{_SCHEDULER}_components.weight_updater.SchedulerWeightUpdaterManager"
 _MODELS = ("target", "draft")
 _UNDECLARED = ("", "default")  # versions
+_FILE_FORMATS = {
+    *("auto", "mistral", "safetensors", "fastsafetensors", "instanttensor", "gguf"),
+    *("bitsandbytes", "layered", "flash_rl", "runai_streamer", "dummy"),
+}
+"""Load formats with which a server loads the files that :func:`loaded_files` reads, or none."""
 
 
 @dataclass
@@ -39,7 +47,7 @@ class _RankWeights:
     Attributes:
         runners: model runners, by model.
         models: what is known of the models' weights; empty if nothing here depends on them.
-        start: the target's weights when the process started.
+        start: their weights when the process started, where stored pages go by the files of these.
         session: an update by parts is under way; the models that it updates.
         version: that the session declares.
         old_pages: pages of former weights may be in SGLang's own caches: none was flushed since.
@@ -50,7 +58,7 @@ class _RankWeights:
 
     runners: dict[str, Callable[[], Any]] = field(default_factory=dict)
     models: dict[str, LoadedWeights] = field(default_factory=dict)
-    start: Weights = field(default_factory=Weights)
+    start: dict[str, Weights] = field(default_factory=dict)
     session: tuple[str, ...] = ()
     version: str = ""
     old_pages: bool = False
@@ -119,31 +127,63 @@ def generation() -> bytes:
     once the caches are flushed; until then it is known to this process alone."""
     if _state.old_pages or not _state.models:
         return _state.unknown
+    target, *draft = map(_generation, _state.models)
+    return joined(target, *draft) if any(draft) else target
+
+
+def joined(*generations: bytes) -> bytes:
+    """Return one generation for several weights."""
+    text = "|".join(each.hex() for each in generations)
+    return blake2b(text.encode(), digest_size=16).digest()
+
+
+def _generation(name: str) -> bytes:
     from kvconnect.engines.loaded_weights import generation_of
 
-    known = _state.models["target"].known
-    if known == _state.start and not _state.unknown:  # there was no update
+    known, start = _state.models[name].known, _state.start[name]
+    if known == start and not _state.unknown:  # there was no update
         return b""
-    return _state.unknown if known == Weights() else generation_of(_state.start, known)
+    return _state.unknown if known == Weights() else generation_of(start, known)
+
+
+def are_of_files(load_format: Any) -> bool:
+    """Whether weights that this server loads in a format are those of the model's files, or of no
+    files. Others come from other files, or from a server that may have updated them."""
+    from sglang.srt.runtime_context import get_model
+
+    name = getattr(load_format, "value", load_format)
+    return name in _FILE_FORMATS and get_model().weight_cache_mode != "client"
+
+
+def draft_format() -> Any:
+    """Return the format in which this server loads its draft model."""
+    from sglang.srt.runtime_context import get_model, get_spec
+
+    return get_spec().speculative_draft_load_format or get_model().load_format
 
 
 def _follow() -> dict[str, LoadedWeights]:
     """Return what is known of the models. The first call finds out: files may change later."""
     if not _state.models:
-        from sglang.srt.runtime_context import get_spec
+        from sglang.srt.runtime_context import get_model, get_spec
 
         from kvconnect.engines.loaded_weights import LoadedWeights
 
-        start, updated = _start_weights(), bool(_state.unknown)
-        # SGLang goes on naming the files that it started with, whatever an update has put there.
-        known = Weights() if updated else start
-        _state.models["target"] = LoadedWeights(known, _parameters_of("target"))
+        updated = bool(_state.unknown)
+        start, formats = {"target": _start_weights()}, {"target": get_model().load_format}
         if get_spec().speculative_draft_model_path:
-            known = Weights() if updated else _draft_weights()
-            _state.models["draft"] = LoadedWeights(known, _parameters_of("draft"))
-        for model in _state.models.values():
+            start["draft"], formats["draft"] = _draft_weights(), draft_format()
+        for name, weights in start.items():
+            # SGLang goes on naming the files that it started with, also after an update.
+            model = LoadedWeights(Weights() if updated else weights, _parameters_of(name))
             model.start()
-        _state.start = start if updated else _state.models["target"].known
+            _state.models[name] = model
+            if are_of_files(formats[name]):
+                _state.start[name] = weights if updated else model.known
+                continue
+            _state.start[name] = Weights()  # stored pages go by what is known of the weights
+            if model.known == Weights():
+                _state.unknown = os.urandom(16)
     return _state.models
 
 
@@ -152,28 +192,27 @@ def _start_weights() -> Weights:
 
     model, declared = get_model(), str(get_serving().weight_version or "")
     version = "" if declared in _UNDECLARED else declared
-    path, revision = str(model.model_path), model.revision
-    files = "" if model.load_format == "dummy" else _files(path, revision)
-    if not (files or version) and revision and model.load_format != "dummy":
-        version = f"{path}@{revision}"
-    return Weights(files=files, version=version)
+    found = _of_files(str(model.model_path), model.revision, model.load_format)
+    return msgspec.structs.replace(found, version=version) if version else found
 
 
 def _draft_weights() -> Weights:
     from sglang.srt.runtime_context import get_spec
 
     spec = get_spec()
-    if spec.speculative_draft_load_format == "dummy":
-        return Weights()
-    path = str(spec.speculative_draft_model_path)
-    return Weights(files=_files(path, spec.speculative_draft_model_revision))
+    path, revision = str(spec.speculative_draft_model_path), spec.speculative_draft_model_revision
+    return Weights(files=_of_files(path, revision, draft_format()).files)
 
 
-def _files(path: str, revision: str | None) -> str:
+def _of_files(path: str, revision: str | None, load_format: Any) -> Weights:
+    """Return what the files of a model say of weights that were loaded in a format."""
     from sglang.srt.runtime_context import get_model
 
-    model = get_model()
-    return loaded_files(path, revision, model.download_dir, model.load_format == "mistral")
+    if load_format == "dummy" or not are_of_files(load_format):
+        return Weights()
+    cache, consolidated = get_model().download_dir, load_format == "mistral"
+    files = loaded_files(path, revision, cache, consolidated)
+    return Weights(files=files, version="" if files or not revision else f"{path}@{revision}")
 
 
 def _parameters_of(name: str) -> Callable[[], Iterable[torch.Tensor] | None]:
@@ -195,7 +234,7 @@ def _look(version: str = "") -> None:
     """The weights may have changed; ``version``: they are declared to have it."""
     for model in _state.models.values():
         model.look(version)
-    if _state.models and _state.models["target"].known == Weights():
+    if any(model.known == Weights() for model in _state.models.values()):
         _state.unknown = os.urandom(16)
     _show()
 
@@ -244,15 +283,17 @@ def _close(*, files: str = "", version: str = "", failed: bool = False) -> None:
 def _updated_from_disk(result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
     """SGLang says that it failed if only its flush was refused; the weights are new then."""
     failed = not result.success and "Weights were updated" not in result.message
-    files = "" if failed or not _state.models else _files(str(request.model_path), None)
-    _close(files=files, version=request.weight_version or "", failed=failed)
+    files = ""
+    if _state.models and not failed:
+        files = _of_files(str(request.model_path), None, request.load_format or "auto").files
     _flushed_within(result, request)
+    _close(files=files, version=request.weight_version or "", failed=failed)
 
 
 def _updated_at_once(result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
     failed = not result.success and "Weights were updated" not in result.message
-    _close(version=request.weight_version or "", failed=failed)
     _flushed_within(result, request)
+    _close(version=request.weight_version or "", failed=failed)
 
 
 def _flushed_within(result: Any, request: Any) -> None:

@@ -297,7 +297,7 @@ def _start_weights(config: VllmConfig) -> tuple[Weights, Weights]:
 
 
 def _of_files(loader: LoadConfig, model: ModelConfig) -> Weights:
-    if loader.load_format == "dummy":
+    if loader.load_format == "dummy" or loader.load_format not in FILE_FORMATS:
         return Weights()
     files, revision = _files(loader, model), model.revision
     return Weights(
@@ -306,6 +306,8 @@ def _of_files(loader: LoadConfig, model: ModelConfig) -> Weights:
 
 
 def _files(loader: LoadConfig, model: ModelConfig) -> str:
+    if loader.load_format not in FILE_FORMATS:
+        return ""
     consolidated = prefers_consolidated(loader)
     return loaded_files(str(model.model), model.revision, loader.download_dir, consolidated)
 

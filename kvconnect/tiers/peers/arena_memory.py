@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from kvconnect.cache.head_shards import HeadUnit, merged
 from kvconnect.offload.host_arena import HostArena
 from kvconnect.tiers.peers.serving import GroupUnits
-from kvconnect.transport.base import MemoryRegion, PageChunk, Unit
+from kvconnect.transport.base import MemoryRegion, PageChunk, PageUser, Unit
 
 
 class ArenaMemory:
@@ -24,7 +24,12 @@ class ArenaMemory:
     def region_of(self, unit: Unit) -> MemoryRegion:  # noqa: ARG002 - there is one region
         return self._region
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+    def outgoing(
+        self,
+        unit: Unit,
+        ids: array[int],
+        user: PageUser | None = None,  # noqa: ARG002 - there is nothing to wait for
+    ) -> Generator[PageChunk, None, None]:
         yield PageChunk(self._region.address, self._region.nbytes, unit, ids)
 
     incoming = outgoing

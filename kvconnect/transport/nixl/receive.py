@@ -246,8 +246,10 @@ class InboundWrites:
         bad: tuple[int, ...] = ()
         if not read.ended and written.digests:
             unit = order.units[number]
-            ours = self._context.digests(unit, number, written.first, ids, self._period)
-            bad = _differing(written, ours, self._period)
+            ours = self._context.digests(
+                unit, number, written.first, ids, self._period, lambda: read.ended or self._closed
+            )
+            bad = _differing(written, ours, self._period) if ours else ()
         with self._lock:
             read.busy -= 1
             if not (read.ended or self._closed):

@@ -223,6 +223,7 @@ class OutboundWrites:
             request.left = len(starts)
             request.read.busy += len(starts) - 1
         here = LocatedUnit(order.unit, self._context.pages().region_of(order.unit))
+        dropped = partial(self._dropped, request.read)
         for at in starts:
             ids = order.ids[at : at + step]
             write = NixlWrite(
@@ -232,9 +233,9 @@ class OutboundWrites:
                 pieces=paired(runs_of(here, ids), runs_of(span.place, there[at : at + step])),
                 devices=WriteDevices(here.area.device, span.place.area.device),
                 digests=self._context.digests(
-                    order.unit, order.number, order.first + at, ids, self._period
+                    order.unit, order.number, order.first + at, ids, self._period, dropped
                 ),
-                dropped=partial(self._dropped, request.read),
+                dropped=dropped,
                 on_done=partial(self._finish, request, len(ids)),
             )
             self._worker.call(partial(self._writes.start, write))

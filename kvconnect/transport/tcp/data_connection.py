@@ -6,7 +6,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 
@@ -21,10 +21,11 @@ from kvconnect.protocol.frames import (
     unpack_header,
 )
 from kvconnect.transport import page_io
-from kvconnect.transport.base import PagesReceived, PeerId
+from kvconnect.transport.base import PageChunk, PagesReceived, PageUser, PeerId
 from kvconnect.transport.tcp.context import TransportContext
 from kvconnect.transport.tcp.send_queue import FrameTarget, OutboundFrame, SendQueue
 from kvconnect.transport.tcp.sockets import allow_silence, read_some, shut, write_some
+from kvconnect.transport.tcp.stall_watchdog import MovingFrame
 
 _SCRATCH_BYTES = 1 << 20
 
@@ -111,26 +112,43 @@ class DataConnection:
                 header = FrameHeader(
                     sequence, order.read_id, order.number, frame.first, count, nbytes, period
                 )
-                with self._queue.watch.over(order.read_id, nbytes):
-                    self._send(frame, header)
-                self._queue.sent(frame)
-            sequence += 1
+                with self._queue.watch.over(order.read_id, nbytes) as moving:
+                    sent = self._send(frame, header, moving)
+                if sent:
+                    self._queue.sent(frame)
+                    sequence += 1
 
-    def _send(self, frame: OutboundFrame, header: FrameHeader) -> None:
+    def _send(self, frame: OutboundFrame, header: FrameHeader, moving: MovingFrame) -> bool:
+        """Send a frame. Return False, before its first byte, if it was dropped while this side had
+        no memory for it."""
         order, first, ids = frame.request.order, frame.first, frame.ids
         if not frame.request.started:
             frame.request.started = time.perf_counter()
         head = pack_header(header)
         digests = bytearray()
-        with closing(self._shared.pages().outgoing(order.unit, ids)) as pieces:
-            for piece in pieces:
+        user = PageUser(self._peer, partial(self._queue.dropped, frame))
+        with closing(self._shared.pages().outgoing(order.unit, ids, user)) as pieces:
+            for piece in self._ready(pieces, moving):
                 digest = page_io.DigestRule(header.digest_period, first + order.number)
                 digests += page_io.send_pages(
                     self._sock, head, piece, digest, self._stall_ms, self._queue.stop
                 )
                 first += len(piece.ids)
                 head = b""
+        if head:
+            return False
         _write_all(self._sock, bytes(digests), self._stall_s)
+        return True
+
+    def _ready(self, pieces: Iterator[PageChunk], moving: MovingFrame) -> Iterator[PageChunk]:
+        """Yield the pieces of a frame. What this side takes to have them ready, or to get memory
+        that other peers use, is not taken from the time of the frame."""
+        while True:
+            with self._queue.watch.paused(moving):
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
 
     def _receive_all(self, period: int) -> None:
         head = bytearray(HEADER_BYTES)
@@ -151,15 +169,17 @@ class DataConnection:
             with self._queue.receive(header) as target:
                 if target and target.fence:
                     target.fence.wait()
-                with self._queue.watch.over(header.read_id, header.nbytes):
-                    self._receive(header, target, started)
+                with self._queue.watch.over(header.read_id, header.nbytes) as moving:
+                    self._receive(header, target, moving, started)
 
-    def _receive(self, header: FrameHeader, target: FrameTarget | None, started: float) -> None:
+    def _receive(
+        self, header: FrameHeader, target: FrameTarget | None, moving: MovingFrame, started: float
+    ) -> None:
         blocks = digested(header.first, header.count, header.unit, header.digest_period)
         if target is None:
             self._drain(header.nbytes + len(blocks) * DIGEST_BYTES)
             return
-        digests = self._receive_pages(header, target)
+        digests = self._receive_pages(header, target, moving)
         if digests is None:
             self._drain(len(blocks) * DIGEST_BYTES)
             return
@@ -184,7 +204,9 @@ class DataConnection:
             )
         )
 
-    def _receive_pages(self, header: FrameHeader, target: FrameTarget) -> bytes | None:
+    def _receive_pages(
+        self, header: FrameHeader, target: FrameTarget, moving: MovingFrame
+    ) -> bytes | None:
         """Receive a frame's pages; return their digests, None if the read was cancelled meanwhile.
 
         Either way the whole payload has been read.
@@ -192,8 +214,9 @@ class DataConnection:
         digests = bytearray()
         period = header.digest_period if self._can_digest else 0
         first = header.first
-        with closing(self._shared.pages().incoming(target.unit, target.ids)) as pieces:
-            for piece in pieces:
+        user = PageUser(self._peer, lambda: bool(target.stop[0]))
+        with closing(self._shared.pages().incoming(target.unit, target.ids, user)) as pieces:
+            for piece in self._ready(pieces, moving):
                 digest = page_io.DigestRule(period, first + header.unit)
                 some, landed = page_io.recv_pages(
                     self._sock, piece, digest, self._stall_ms, target.stop
@@ -202,8 +225,8 @@ class DataConnection:
                 digests += some
                 if landed < len(piece.ids) or target.stop[0]:
                     break  # before the piece would be moved into its pages
-            else:
-                return bytes(digests)
+        if not target.stop[0]:
+            return bytes(digests)
         self._drain((header.first + header.count - first) * target.unit.block_bytes)
         return None
 

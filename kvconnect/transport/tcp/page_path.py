@@ -14,6 +14,7 @@ from kvconnect.transport.base import (
     IncomingPages,
     Memory,
     OutgoingPages,
+    PageUser,
     PeerId,
     Unit,
 )
@@ -82,10 +83,19 @@ class ConnectionContext:
         """Return the NIXL notification that write ``number`` of the source is complete."""
         return self.session + number.to_bytes(8, "little")
 
-    def digests(self, unit: Unit, number: int, first: int, ids: array[int], period: int) -> bytes:
-        """Return the digests of wire blocks from ``first`` on, as a TCP frame has them."""
+    def digests(
+        self,
+        unit: Unit,
+        number: int,
+        first: int,
+        ids: array[int],
+        period: int,
+        gone: Callable[[], bool],
+    ) -> bytes:
+        """Return the digests of wire blocks from ``first`` on, as a TCP frame has them; none if
+        they are ``gone``, not needed any more, before this side has memory to read them."""
         chosen = array("q", (ids[i - first] for i in digested(first, len(ids), number, period)))
         if not chosen:
             return b""
-        pieces = self.pages().outgoing(unit, chosen)
+        pieces = self.pages().outgoing(unit, chosen, PageUser(self.peer, gone))
         return b"".join(map(page_io.digest_pages, pieces))

@@ -85,6 +85,7 @@ class Peer:
             start_sending,
             priority=options.port.priority if options.port else None,
             first=options.service == "handoff",
+            most_bytes=lambda: shared.most_frame_bytes,
         )
         self._connections = opening.connections
         self._shared = shared

@@ -29,6 +29,7 @@ from kvconnect.transport.tcp.stall_watchdog import StallWatchdog
 
 MIN_FRAME_BYTES = 4 << 20  # smaller ones cost more in headers and wake-ups than they share out
 MAX_FRAME_BYTES = 128 << 20  # what a cancelled read may keep a connection busy with
+MAX_STAGED_FRAME_BYTES = 8 << 20  # what keeps a staging buffer from others, at the reader's pace
 _MAX_ENDED = 4096  # the source learns of a cancel within a round trip; this is far more
 
 
@@ -75,6 +76,7 @@ class SendQueue:
 
     ``priority``: of the frames of this process. ``first``: these count there; others wait for those
     that count, and are small, so that one that is being sent does not keep the network from them.
+    ``most_bytes`` returns the limit of a frame to send.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class SendQueue:
         priority: FramePriority | None = None,
         *,
         first: bool = True,
+        most_bytes: Callable[[], int] = lambda: MAX_FRAME_BYTES,
     ) -> None:
         self.stop = bytearray(1)  # set by ``close``; interrupts frames that are being sent
         self.watch = watch
@@ -97,9 +100,10 @@ class SendQueue:
         self._changed = threading.Condition()
         self._queue: deque[OutboundFrame] = deque()
         self._expected: dict[int, _Expected] = {}
-        self._ended: dict[int, None] = {}  # reads cancelled here, oldest first
+        self._ended: dict[int, int] = {}  # reads cancelled here, oldest first: largest wire block
         self._busy: Counter[int] = Counter()  # frames under way per read
         self._draining: set[int] = set()
+        self._most_bytes = most_bytes
         self._waits_for = None if first else priority
         self._counts_in = priority if first else None
         self._sending = 0  # frames
@@ -135,7 +139,7 @@ class SendQueue:
 
     def _frame_blocks(self, order: OutgoingPages) -> int:
         share = len(order.ids) * order.unit.block_bytes // self._connections
-        most = MIN_FRAME_BYTES if self._waits_for else MAX_FRAME_BYTES
+        most = MIN_FRAME_BYTES if self._waits_for else self._most_bytes()
         frame_bytes = min(max(share, MIN_FRAME_BYTES), most)
         return max(1, -(-frame_bytes // order.unit.block_bytes))
 
@@ -149,7 +153,8 @@ class SendQueue:
             expected = self._expected.pop(read_id, None)
             if expected:
                 expected.stop[0] = 1
-                remember(self._ended, read_id, None, _MAX_ENDED)
+                largest = max((unit.block_bytes for unit in expected.order.units), default=0)
+                remember(self._ended, read_id, largest, _MAX_ENDED)
             self._draining.add(read_id)
             self.watch.shorten(read_id)
             self._report_drained(read_id)
@@ -215,6 +220,10 @@ class SendQueue:
             self._counts_in.add(frames - self._counted)
             self._counted = frames
 
+    def dropped(self, frame: OutboundFrame) -> bool:
+        """Return whether a frame under way is not needed any more."""
+        return bool(self.stop[0]) or frame.request.order.read_id in self._draining
+
     def sent(self, frame: OutboundFrame) -> None:
         """Record that a frame was sent; emits ``PagesSent`` with the last one of its order."""
         request = frame.request
@@ -230,22 +239,28 @@ class SendQueue:
     @contextmanager
     def receive(self, header: FrameHeader) -> Iterator[FrameTarget | None]:
         """Mark an arriving frame under way inside the ``with``; None if its read was cancelled.
+        Such a frame is written nowhere, so the read ends without it.
 
         Raises:
             ProtocolError: nobody asked for these pages.
         """
         with self._changed:
             target = self._find(header)
-            self._busy[header.read_id] += 1
+            if target is not None:
+                self._busy[header.read_id] += 1
         try:
             yield target
         finally:
-            self._release(header.read_id)
+            if target is not None:
+                self._release(header.read_id)
 
     def _find(self, header: FrameHeader) -> FrameTarget | None:
-        if header.nbytes > MAX_FRAME_BYTES + header.nbytes // header.count:
-            raise ProtocolError(f"a frame of {header.nbytes} bytes in {header.count} blocks")
+        block_bytes = header.nbytes // header.count
         expected = self._expected.get(header.read_id)
+        if expected is None:
+            block_bytes = min(block_bytes, self._ended.get(header.read_id, 0))
+        if header.nbytes > MAX_FRAME_BYTES + block_bytes:
+            raise ProtocolError(f"a frame of {header.nbytes} bytes in {header.count} blocks")
         if expected is None:
             if header.read_id in self._ended or self.stop[0]:
                 return None

@@ -14,7 +14,9 @@ MIN_BYTES_PER_S = 1_000_000
 
 
 @dataclass(eq=False)
-class _MovingFrame:
+class MovingFrame:
+    """A frame under way, and when it must have ended."""
+
     read_id: int
     due: float
     ends_by: float = math.inf  # by `monotonic`, once its read is cancelled
@@ -38,19 +40,30 @@ class StallWatchdog:
         self._now = now
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._frames: set[_MovingFrame] = set()
+        self._frames: set[MovingFrame] = set()
 
     @contextmanager
-    def over(self, read_id: int, nbytes: int) -> Iterator[None]:
-        """Bound the ``with`` block, which moves one frame; it must not wait for this side."""
-        frame = _MovingFrame(read_id, self._now() + self._stall_s + nbytes / MIN_BYTES_PER_S)
+    def over(self, read_id: int, nbytes: int) -> Iterator[MovingFrame]:
+        """Bound the ``with`` block, which moves one frame. Where it waits for this side, the frame
+        must be ``paused``."""
+        frame = MovingFrame(read_id, self._now() + self._stall_s + nbytes / MIN_BYTES_PER_S)
         with self._lock:
             self._frames.add(frame)
         try:
-            yield
+            yield frame
         finally:
             with self._lock:
                 self._frames.discard(frame)
+
+    @contextmanager
+    def paused(self, frame: MovingFrame) -> Iterator[None]:
+        """Inside the ``with``, the frame waits for this side: the time that it has left stays."""
+        left = frame.due - self._now()
+        frame.due = math.inf
+        try:
+            yield
+        finally:
+            frame.due = self._now() + left
 
     def shorten(self, read_id: int) -> None:
         """Give the frames of a cancelled read at most ``stall_s`` to end."""

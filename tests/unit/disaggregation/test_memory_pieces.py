@@ -44,13 +44,13 @@ def test_what_is_no_span_is_refused() -> None:
     with pytest.raises(Misuse, match=r"\[-1, 0\]"):
         view_over([MemoryRegion(4096, 1), MemoryRegion(8192, 1, 0)])
     with pytest.raises(Misuse, match="without memory"):
-        PiecewiseMemory([], 1.0)
+        PiecewiseMemory([])
 
 
 def test_regions_know_where_their_areas_are_and_no_others() -> None:
     made = tensors()
     areas = [tensor_region(tensor) for tensor in made]
-    regions = PiecewiseMemory(areas, 1.0)
+    regions = PiecewiseMemory(areas)
     assert [regions.offset(area) for area in areas] == [
         area.address - areas[0].address for area in areas
     ]
@@ -75,13 +75,13 @@ def test_regions_register_each_byte_once() -> None:
         MemoryRegion(start + 1024, 1024),
         MemoryRegion(start + 3072, 1024),
     ]
-    found = PiecewiseMemory([*touching, touching[0], MemoryRegion(start + 512, 256)], 1.0).regions()
+    found = PiecewiseMemory([*touching, touching[0], MemoryRegion(start + 512, 256)]).regions()
     assert found == (MemoryRegion(start, 2048), MemoryRegion(start + 3072, 1024))
 
 
 def test_pages_of_all_pieces_are_found() -> None:
     made = tensors(2)
-    regions = PiecewiseMemory([tensor_region(tensor) for tensor in made], 1.0)
+    regions = PiecewiseMemory([tensor_region(tensor) for tensor in made])
     for number, tensor in enumerate(made):
         tensor[512 * 3 : 512 * 4] = number + 5
         unit = Unit(array("q", [regions.offset(tensor_region(tensor)), 512, 512]), 1, 512)

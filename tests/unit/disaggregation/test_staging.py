@@ -14,29 +14,31 @@ from hypothesis import strategies as st
 
 from kvconnect.errors import TransferFailed
 from kvconnect.testing.page_memory import PageMemory, plain_unit, split_unit
-from kvconnect.transport.base import PageChunk, Unit
+from kvconnect.transport.base import PageChunk, PageUser, PeerId, Unit
 
 torch = pytest.importorskip("torch")
 
 from kvconnect import copy  # noqa: E402
 from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
+from kvconnect.disaggregation import staging  # noqa: E402
 from kvconnect.disaggregation.staging import BUFFERS, HostMemory, StagedMemory, make_memory  # noqa: E402
 from kvconnect.errors import Incompatible  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
 
 PAGES = 6
 BLOCK = 64
+PEER, OTHER = PeerId(1), PeerId(2)
 
 
-def staged(pages: PageMemory, share_bytes: int = BLOCK, timeout_s: float = 0.0) -> StagedMemory:
+def staged(pages: PageMemory, share_bytes: int = BLOCK) -> StagedMemory:
     area = torch.frombuffer(pages.data, dtype=torch.uint8)
-    return StagedMemory(area, 2 * BUFFERS * share_bytes, timeout_s)
+    return StagedMemory(area, 2 * BUFFERS * share_bytes)
 
 
 def staged_by_kernel(pages: PageMemory, share_bytes: int, driver: FakeDriver) -> StagedMemory:
     area = torch.frombuffer(pages.data, dtype=torch.uint8)
     copier = BlockCopier(area, driver)
-    return StagedMemory(area, 2 * BUFFERS * share_bytes, timeout_s=0.0, copier=copier)
+    return StagedMemory(area, 2 * BUFFERS * share_bytes, copier)
 
 
 def runs_of(piece: PageChunk) -> Iterator[tuple[int, int]]:
@@ -214,12 +216,52 @@ def full() -> Iterator[tuple[StagedMemory, list[Generator[PageChunk, None, None]
 Full = tuple[StagedMemory, list[Generator[PageChunk, None, None]]]
 
 
-def test_no_room_in_time_is_an_error(full: Full) -> None:
+def asked_by(memory: StagedMemory, peer: PeerId, gone: bool) -> list[PageChunk]:
+    return list(memory.outgoing(plain_unit(BLOCK), array("q", [0]), PageUser(peer, lambda: gone)))
+
+
+def test_who_is_gone_waits_for_no_room(full: Full) -> None:
     memory, calls = full
-    with pytest.raises(TransferFailed, match="no room in the staging ring for 0 s"):
-        next(memory.outgoing(plain_unit(BLOCK), array("q", [0])))
+    assert asked_by(memory, PEER, gone=True) == []
     calls[0].close()
-    assert list(memory.outgoing(plain_unit(BLOCK), array("q", [0])))  # negative control
+    assert asked_by(memory, PEER, gone=False)  # negative control: who was gone keeps nothing
+
+
+def test_the_last_room_is_for_a_peer_that_has_none() -> None:
+    memory = staged(PageMemory(PAGES * BLOCK, 1))
+    unit, ids = plain_unit(BLOCK), array("q", [0, 1])
+    with ExitStack() as stack:
+        for _ in range(BUFFERS - 1):
+            call = memory.outgoing(unit, ids, PageUser(PEER, lambda: True))
+            assert next(stack.enter_context(closing(call)))
+        assert asked_by(memory, PEER, gone=True) == []
+        assert asked_by(memory, OTHER, gone=True)
+    assert asked_by(memory, PEER, gone=True)  # negative control: it keeps none of them
+
+
+def test_a_receiver_has_room_for_one_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a sender that stops midway it would keep the room for the rest of its frame."""
+    monkeypatch.setattr(staging, "BUFFERS", 1)
+    target = PageMemory(PAGES * BLOCK)
+    memory = StagedMemory(torch.frombuffer(target.data, dtype=torch.uint8), 2 * BLOCK)
+    unit, order = plain_unit(BLOCK), []
+
+    def receive(name: int, ids: list[int]) -> Iterator[None]:
+        for piece in memory.incoming(unit, array("q", ids)):
+            order.append(name)
+            fill(piece, bytes([name]) * BLOCK)
+            yield
+
+    first = receive(1, [0, 1])
+    next(first)
+    thread = threading.Thread(target=lambda: list(receive(2, [2, 3])))
+    thread.start()
+    with memory._receiving._room:
+        assert memory._receiving._room.wait_for(lambda: memory._receiving._waiting, 60)
+    list(first)
+    thread.join(60)
+    assert order == [1, 2, 1, 2]
+    assert target.data == b"".join(bytes([n]) * BLOCK for n in (1, 1, 2, 2, 0, 0))
 
 
 # Two workers that send to each other would wait in a circle without both of these.
@@ -242,7 +284,7 @@ def test_a_call_under_way_asks_for_no_more_room(
 
 def test_one_that_finds_no_room_waits_for_it() -> None:
     source = PageMemory(PAGES * BLOCK, 1)
-    memory = staged(source, timeout_s=60.0)
+    memory = staged(source)
     unit, ids = plain_unit(BLOCK), array("q", [3, 1])
     held = [memory.outgoing(unit, array("q", [0, 1])) for _ in range(BUFFERS)]
     for call in held:

@@ -47,6 +47,7 @@ from kvconnect.transport.base import (
     MessageReceived,
     OutgoingPages,
     PageChunk,
+    PageUser,
     PeerDown,
     PeerId,
     PeerMessage,
@@ -379,7 +380,9 @@ class Flipping(HostBuffer):
     def __init__(self, real: HostBuffer) -> None:
         super().__init__(real.nbytes)
 
-    def outgoing(self, unit: Unit, ids: array[int]) -> Generator[PageChunk, None, None]:
+    def outgoing(
+        self, unit: Unit, ids: array[int], user: PageUser | None = None
+    ) -> Generator[PageChunk, None, None]:
         content = bytearray(self.snapshot())
         content[ids[0] * unit.block_bytes + 100] ^= 1
         self.fill(content)

@@ -41,7 +41,7 @@ class Rank1:
         self.aux = [torch.zeros(ROWS, 16, dtype=torch.int32), torch.zeros(ROWS, 40)]
         self.state = [torch.zeros(ROWS, 5, 7) for _ in range(2)] if state else []
         model = translate.Model("m", "float32", rank, kv_heads, (0, LAYERS), kv_heads == 1, -1)
-        self.cache = translate.describe(self.args(), model, 5.0, SAME)
+        self.cache = translate.describe(self.args(), model, SAME)
         address = ("127.0.0.1", 0) if sends else None
         settings = Settings(transport="tcp")
         self.agent = start_agent(settings, self.cache, address, PATIENCE_S, True)

@@ -1,8 +1,11 @@
-"""Whom SGLang asks over HTTP: the address that was checked, and no other one."""
+"""Whom SGLang asks over HTTP: the address that was checked, and no other one. What it answers there
+is short, and ends."""
 
 from __future__ import annotations
 
+import gzip
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -15,11 +18,13 @@ from kvconnect.engines.sglang import direct_requests
 
 
 class Server(ThreadingHTTPServer):
-    """Answers ``/here`` and sends whoever asks for something else there."""
+    """Answers ``/here`` and what ``ANSWERS`` has, and sends whoever asks for something else to
+    ``/here``."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[str] = []
+        self.connections = 0
 
     @property
     def url(self) -> str:
@@ -27,11 +32,22 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
     server: Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections += 1
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.asked.append(f"{self.command} {self.path}")
+        if self.path in ANSWERS:
+            try:
+                ANSWERS[self.path](self)
+            except OSError:  # whoever asked has hung up
+                self.close_connection = True
+            return
         self.send_response(200 if self.path == "/here" else 307)
         self.send_header("Location", "/here")
         self.send_header("Content-Length", "0")
@@ -42,11 +58,37 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
+    def answer(self, body: bytes, **headers: str) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def drip(self, start: bytes) -> None:
+        self.wfile.write(start)
+        while True:
+            time.sleep(0.01)
+            self.wfile.write(b"0")
+
+
+START = b"HTTP/1.1 200 OK\r\n"
+LONG = 10 << 20
+ANSWERS: dict[str, Callable[[Handler], None]] = {
+    "/says": lambda handler: handler.answer(b'{"a": 1}'),
+    "/drips": lambda handler: handler.drip(START + b"Content-Length: 1000000\r\n\r\n"),
+    "/drips-to-the-end": lambda handler: handler.drip(START + b"\r\n"),
+    "/drips-headers": lambda handler: handler.drip(START),
+    "/drips-chunks": lambda handler: handler.drip(START + b"Transfer-Encoding: chunked\r\n\r\n"),
+    "/long": lambda handler: handler.answer(bytes(LONG)),
+    "/packed": lambda handler: handler.answer(gzip.compress(bytes(LONG)), Content_Encoding="gzip"),
+}
+
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as made:
-        thread = threading.Thread(target=made.serve_forever)
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
         thread.start()
         yield made
         made.shutdown()
@@ -82,3 +124,33 @@ def test_a_redirect_is_an_error(server: Server, ask: Callable[..., Any]) -> None
         ask(module.requests, f"{server.url}/there")
     assert len(server.asked) == 3
     assert ask(module.requests, f"{server.url}/here").status_code == 200
+
+
+def direct() -> Any:
+    module: Any = SimpleNamespace()
+    direct_requests.install(module)
+    return module.requests
+
+
+@pytest.mark.parametrize("path", [path for path in ANSWERS if path.startswith("/drips")])
+def test_an_answer_that_goes_on_and_on_is_an_error(server: Server, path: str) -> None:
+    """A byte comes well within the timeout, each time."""
+    with pytest.raises(requests.RequestException):
+        direct().get(f"{server.url}{path}", timeout=(10, 0.2))
+    assert server.asked == [f"GET {path}"]
+
+
+@pytest.mark.parametrize("path", ["/long", "/packed"])
+def test_a_long_answer_is_an_error(server: Server, path: str) -> None:
+    assert len(requests.get(f"{server.url}{path}", timeout=10).content) == LONG  # the control
+    with pytest.raises(requests.RequestException, match="more than a MiB"):
+        direct().get(f"{server.url}{path}", timeout=10)
+
+
+def test_short_answers_come_over_one_connection(server: Server) -> None:
+    with direct().Session() as session:
+        session.mount("http://", direct().adapters.HTTPAdapter(pool_maxsize=1))
+        for _ in range(3):
+            answer = session.get(f"{server.url}/says", timeout=10)
+            assert answer.json() == {"a": 1} and answer.text == '{"a": 1}'
+    assert server.connections == 1

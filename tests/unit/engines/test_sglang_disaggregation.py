@@ -14,7 +14,7 @@ import torch
 
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.disaggregation.messages import DisaggregationInstructions, OfferBlocks
-from kvconnect.engines.sglang import translate
+from kvconnect.engines.sglang import bootstrap, translate
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
 from kvconnect.engines.sglang.layerwise import DeferredFrees, LayerwisePush, deferring_frees
 from kvconnect.engines.sglang.rooms import SendRoom, is_room, room_of, transfer_of
@@ -604,6 +604,42 @@ def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitSt
             assert torch.equal(reader.page(layer, ours), expected(reader, layer, page))
 
 
+def test_all_ranks_keep_the_same_pages_whatever_each_has_offered(closing: ExitStack) -> None:
+    """Decode has the first blocks and reads from one rank alone, so only the other one, which it
+    has declined, offers them ahead. SGLang plans by what is free, and must plan alike."""
+    prefill, (reader,) = engines(closing, (2, 1), 1)
+    own, tree = [3, 9, 4], [15, 16, 4]
+    for source in prefill:
+        source.prefill_rooms.open(ROOM)
+    reader.ask([7, 2, 13], prefill, prefix=2)
+    until([*prefill, reader], lambda: all(source.ready for source in prefill))
+    offered, freed, later = [], [], []
+    for source in prefill:
+        push = LayerwisePush(source.agent, source.prefill_rooms, source.names)
+        scheduler, request = Scheduler(own), request_of(TOKENS * 3, TOKENS * 2)
+        allocator = scheduler.token_to_kv_pool_allocator
+        push.begin(scheduler, batch_of(request))
+        push.end()
+        with push.entering(scheduler, request):
+            scheduler.checkpoint(2, tree)
+        room = source.prefill_rooms.find(ROOM)
+        assert room is not None
+        offered.append(len(room.offered_ahead))
+        freed.append([*allocator.freed])
+        # The tree has all that any rank has offered: what the next chunk frees is freed at once.
+        request.kv.cache_protected_len, request.extend_end = TOKENS * 2, TOKENS * 3
+        push.begin(scheduler, batch_of(request))
+        push.end()
+        with push.entering(scheduler, request):
+            allocator.free_segment(slots_of([4]), start_pos=0)
+        later.append([*allocator.freed])
+        source.prefill_rooms.close(ROOM)
+        assert allocator.freed == [4, *own[:2]]
+    assert offered == [0, 2], "the control: the ranks differ in what they have offered"
+    assert freed == [[], []]
+    assert later == [[4], [4]]
+
+
 def breaks(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("nobody has thought of this")
 
@@ -730,11 +766,11 @@ def test_a_cache_of_another_kind_is_refused(closing: ExitStack) -> None:
     args = source.args()
     model = translate.Model("m", "float32", source.rank, 4, (0, LAYERS + 1), False, -1)
     with pytest.raises(Incompatible, match="6 KV buffers for layers 0 to 4"):
-        translate.describe(args, model, 1.0, SAME)
+        translate.describe(args, model, SAME)
     args.page_size = 5
     with pytest.raises(Incompatible, match="pages of 5 tokens"):
         translate.describe(
-            args, model.__class__("m", "float32", source.rank, 4, (0, LAYERS), False, -1), 1.0, SAME
+            args, model.__class__("m", "float32", source.rank, 4, (0, LAYERS), False, -1), SAME
         )
 
 
@@ -782,6 +818,24 @@ def test_a_name_that_hangs_holds_nobody_up() -> None:
     answers.set()
     deadline = time.monotonic() + PATIENCE_S
     while not addresses.allows("name0:1"):
+        assert time.monotonic() < deadline
+
+
+def test_a_name_is_refused_for_a_while_if_there_are_no_more_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    addresses = BootstrapAddresses(Settings(), "192.0.2.9", lambda _: "127.0.0.1")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuses)
+        assert not addresses.allows("name:1")
+        assert "can't start new thread" in addresses.refusal("name:1")
+        assert not addresses._asking
+    monkeypatch.setattr(bootstrap, "_REFUSED_S", 0.0)
+    deadline = time.monotonic() + PATIENCE_S
+    while not addresses.allows("name:1"):
         assert time.monotonic() < deadline
 
 

@@ -13,6 +13,7 @@ from vllm.config import LoadConfig
 
 from kvconnect.engines.vllm import shared_records, tier_stores, translate, weights
 from kvconnect.errors import Incompatible
+from kvconnect.protocol.identity import Weights
 
 MODEL, DRAFT = "org/model", "org/draft"
 
@@ -139,3 +140,20 @@ def test_formats_that_load_other_files_say_which(two: list[Path]) -> None:
     names = [stored(engine(two[0], "tensorizer", **extra)) for extra in given]
     assert len({stored(engine(two[0])), *names}) == 4
     assert not any("s3:" in name for name in names), "the disk keeps the fields in plain text"
+
+
+@pytest.mark.parametrize(
+    "load_format", ["tensorizer", "modelexpress", "ipc_cache", "sharded_state"]
+)
+def test_weights_of_other_files_or_servers_are_not_known_by_the_model_s(
+    two: list[Path], load_format: str
+) -> None:
+    """Engines compare their parameters then, before they hand off."""
+    config = engine(two[0], load_format)
+    config.model_config.revision = "main"
+    assert weights._of_files(config.load_config, config.model_config) == Weights()
+    of_files = engine(two[0])
+    assert weights._of_files(of_files.load_config, of_files.model_config).files, "the control"
+    reloaded = weights.WorkerWeights(config, mixes=False)
+    reloaded.updated(draft=False, from_files=True)
+    assert reloaded.identity.weights == Weights()

@@ -206,10 +206,10 @@ class RawPeer:
 
 
 @contextmanager
-def raw_peer(**options: object) -> Iterator[tuple[RawPeer, Side, PeerId]]:
+def raw_peer(connections: int = 1, **options: object) -> Iterator[tuple[RawPeer, Side, PeerId]]:
     """A victim that has one raw peer, both up; frames have no digests."""
     with side(digest="off", **options) as victim:
-        raw = RawPeer(victim.transport.listen("127.0.0.1", 0))
+        raw = RawPeer(victim.transport.listen("127.0.0.1", 0), connections)
         raw.greet()
         wait_for(victim, lambda: victim.of(PeerUp))
         try:
@@ -343,6 +343,36 @@ def test_a_cancelled_frame_that_trickles_in_ends_soon(
                 for _ in range(300):
                     victim.poll()
                 assert not victim.of(PeerDown)
+
+
+@contextmanager
+def cancelled_midway() -> Iterator[tuple[RawPeer, Side, PeerId]]:
+    """A victim that has cancelled a read in the middle of its frame on one of two connections;
+    where no deadline passes."""
+    patience = {"dead_after_s": 60.0, "silent_s": 60.0, "stall_s": 60.0}
+    with raw_peer(connections=2, nbytes=8 << 20, **patience) as (raw, victim, peer):
+        ids = array("q", range(PAGES))
+        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
+        raw.data[0].sendall(frame() + b"\7" * 1000)
+        wait_for(victim, lambda: victim.memory.data[999] == 7)
+        victim.transport.cancel(peer, 1)
+        yield raw, victim, peer
+
+
+def test_a_frame_begun_after_a_cancel_does_not_hold_its_pages() -> None:
+    with cancelled_midway() as (raw, victim, peer):
+        raw.data[1].sendall(frame(first=1) + bytes(1000))  # and no more
+        watch = victim.transport._peers[peer].send_queue.watch  # type: ignore[attr-defined]
+        wait_for(victim, lambda: len(watch._frames) == 2)
+        raw.data[0].sendall(bytes(UNIT.block_bytes - 1000))
+        wait_for(victim, lambda: victim.of(Drained))
+        assert not victim.of(PeerDown)
+
+
+def test_an_endless_frame_begun_after_a_cancel_ends_the_peer() -> None:
+    with cancelled_midway() as (raw, victim, _):
+        raw.data[1].sendall(frame(first=1, nbytes=1 << 60) + bytes(1000))
+        assert f"a frame of {1 << 60} bytes in 1 blocks" in reason(victim)
 
 
 def test_a_cancelled_frame_that_trickles_out_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -21,6 +22,7 @@ from kvconnect.transport.base import (
 from kvconnect.transport.event_queue import MAX_UNREAD_BYTES, EventQueue
 from kvconnect.transport.tcp.send_queue import (
     MAX_FRAME_BYTES,
+    MAX_STAGED_FRAME_BYTES,
     MIN_FRAME_BYTES,
     OutboundFrame,
     SendQueue,
@@ -32,13 +34,16 @@ KIB64 = 64 << 10
 
 
 class Fixture:
-    def __init__(self, connections: int = 2) -> None:
+    def __init__(self, connections: int = 2, most_bytes: int = MAX_FRAME_BYTES) -> None:
         self.events = EventQueue()
         self.now = 100.0
         self.monotonic = 1000.0
         self.watch = StallWatchdog(30.0, lambda: self.now, lambda: self.monotonic)
         self.starts: list[int] = []  # number of frames when sending was to start
-        self.queue = SendQueue(PEER, self.events, connections, self.watch, self.on_first)
+        self.queue = SendQueue(
+            *(PEER, self.events, connections, self.watch, self.on_first),
+            most_bytes=lambda: most_bytes,
+        )
 
     def on_first(self) -> None:
         self.starts.append(len(self.queue._queue))
@@ -90,6 +95,13 @@ def test_orders_are_cut_so_that_every_connection_has_work(
     (sent,) = fixture.events.drain(0)
     assert isinstance(sent, PagesSent)
     assert (sent.read_id, sent.nbytes) == (1, nbytes)
+
+
+@pytest.mark.parametrize(("most", "frames"), [(MAX_STAGED_FRAME_BYTES, 3), (MAX_FRAME_BYTES, 1)])
+def test_what_is_staged_is_sent_in_short_frames(most: int, frames: int) -> None:
+    fixture = Fixture(connections=1, most_bytes=most)
+    fixture.send(3 * MAX_STAGED_FRAME_BYTES // KIB64)
+    assert len(list(fixture.frames())) == frames
 
 
 def test_a_block_larger_than_a_frame_goes_alone() -> None:
@@ -155,6 +167,35 @@ def test_a_cancelled_want_falls_quiet_when_its_last_frame_has_ended() -> None:
     with fixture.queue.receive(header()) as late:
         assert late is None  # read and thrown away
     assert fixture.events.drain(0) == []
+
+
+def test_a_frame_that_comes_after_a_cancel_does_not_hold_up_its_end() -> None:
+    """It is written nowhere, and the source decides how long it takes."""
+    fixture = Fixture()
+    fixture.expect()
+    with ExitStack() as stack:
+        with fixture.queue.receive(header(count=1, nbytes=KIB64)):
+            fixture.queue.cancel(1)
+            late = fixture.queue.receive(header(first=11, count=1, nbytes=KIB64))
+            assert stack.enter_context(late) is None
+            assert fixture.events.drain(0) == []
+        assert fixture.events.drain(0) == [Drained(PEER, 1)]
+    assert fixture.events.drain(0) == []
+    assert not fixture.queue._busy
+
+
+def test_a_frame_of_a_cancelled_want_is_not_larger_than_others() -> None:
+    fixture = Fixture()
+    fixture.expect()
+    fixture.queue.cancel(1)
+    largest = MAX_FRAME_BYTES + KIB64
+    with fixture.queue.receive(header(count=1, nbytes=largest)) as late:
+        assert late is None
+    with (
+        pytest.raises(ProtocolError, match=f"a frame of {largest + 1} bytes"),
+        fixture.queue.receive(header(count=1, nbytes=largest + 1)),
+    ):
+        raise AssertionError("it was let in")
 
 
 def test_only_so_many_cancelled_wants_are_remembered() -> None:
@@ -231,6 +272,17 @@ def test_a_frame_has_its_time_by_size_and_no_more() -> None:
         assert not fixture.watch.overdue(140.0)
         assert fixture.watch.overdue(140.1)
     assert not fixture.watch.overdue(1e9)
+
+
+def test_a_frame_that_waits_for_this_side_keeps_its_time() -> None:
+    fixture = Fixture()
+    with fixture.watch.over(1, 0) as moving:
+        fixture.now = 120.0
+        with fixture.watch.paused(moving):
+            fixture.now = 500.0
+            assert not fixture.watch.overdue(500.0)
+        assert not fixture.watch.overdue(510.0)
+        assert fixture.watch.overdue(510.1)
 
 
 def test_a_cancelled_frame_has_less_time() -> None:
