@@ -26,11 +26,8 @@ from vllm.v1.request import RequestStatus
 from kvconnect.disaggregation.messages import ReceiveReport
 from kvconnect.engines.vllm import handoff_pages, sleep, translate
 from kvconnect.engines.vllm.connector import KVConnect
-from kvconnect.engines.vllm.disaggregation_worker import (
-    DeviceBlocks,
-    FormerAgent,
-    make_handoffs,
-)
+from kvconnect.engines.vllm.device_blocks import DeviceBlocks
+from kvconnect.engines.vllm.disaggregation_worker import FormerAgent, make_handoffs
 from kvconnect.engines.vllm.idle import IdleScheduler
 from kvconnect.engines.vllm.messages import (
     LookAtWeights,
@@ -313,9 +310,11 @@ def test_workers_on_other_machines_take_none_of_this_one_s_memory() -> None:
     worker.close()
 
 
-def make_scheduler(steps_in_flight: int = 1, **config: Any) -> ConnectorScheduler:
+def make_scheduler(
+    steps_in_flight: int = 1, *, v2: bool = False, **config: Any
+) -> ConnectorScheduler:
     engine = engine_config()
-    engine.max_concurrent_batches = steps_in_flight
+    engine.max_concurrent_batches, engine.use_v2_model_runner = steps_in_flight, v2
     half = ConnectorScheduler(engine, cache_config(FULL, blocks=BLOCKS), Settings(**config))
     half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=True, hash_block_size=32))
     half.greet({(0, 0): WorkerHello(num_slots=4, slot_bytes=SLOT)})
@@ -570,11 +569,14 @@ def test_a_hostile_hint_changes_nothing_and_is_counted(options: Any) -> None:
     assert half.plan.index.slots.used == 2
 
 
-@pytest.mark.parametrize(("steps", "is_async"), [(1, False), (2, True)])
-def test_loads_run_inside_a_step_only_where_steps_do_not_overlap(
-    steps: int, is_async: bool
+@pytest.mark.parametrize(
+    ("steps", "v2", "is_async"), [(1, False, False), (2, False, True), (1, True, True)]
+)
+def test_loads_run_inside_a_step_only_where_a_failed_one_is_computed(
+    steps: int, v2: bool, is_async: bool
 ) -> None:
-    half = make_scheduler(steps, sync_load_bytes=1 << 30)
+    """Not where steps overlap, and not with vLLM's model runner V2."""
+    half = make_scheduler(steps, v2=v2, sync_load_bytes=1 << 30)
     stored(half)
     again = make_request(65)
     again.request_id = "r2"

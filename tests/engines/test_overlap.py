@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from kvconnect.disaggregation.leases import Leases
 from kvconnect.engines.vllm import disaggregation, scheduler
-from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
+from kvconnect.engines.vllm.device_blocks import DeviceBlocks
 from kvconnect.errors import Misuse
 from kvconnect.protocol.handoff_request import TICKET_KEY
 from tests.engines.overlap import Clock, Engine, Mode

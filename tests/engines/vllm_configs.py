@@ -59,6 +59,7 @@ def engine_config(**changes: Any) -> Any:
         model_config=model,
         device_config=device,
         max_concurrent_batches=1,
+        use_v2_model_runner=False,
         kv_events_config=None,
         lora_config=None,
         speculative_config=None,

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from kvconnect.engines.vllm import block_names, translate
 from kvconnect.engines.vllm import scheduler as scheduler_half
 from kvconnect.engines.vllm.connector import KVConnect
-from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
+from kvconnect.engines.vllm.device_blocks import DeviceBlocks
 from kvconnect.engines.vllm.weights import EngineWeights
 from kvconnect.offload.planner import OffloadPlan
 from kvconnect.transport import page_io

@@ -130,6 +130,31 @@ def test_what_a_load_inside_a_step_did_not_fill_is_found_by_nobody(
         assert engine.counts["failed_blocks", "digest"] == shared_by
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_state_is_stored_only_from_the_block_that_holds_it(moved: bool) -> None:
+    """vLLM may free a block that it offers before it builds the step."""
+    shared = tokens(Random(2), 6 * BLOCK)
+    with made(kind="states", blocks=ROOMY) as engine:
+        manager = engine.scheduler.kv_cache_manager
+        take, other = manager.take_boundary_state_offloads, ROOMY - 1
+
+        def offered() -> dict[str, list[tuple[int, int, int]]]:
+            return {
+                req_id: [(group, other if moved else block, end) for group, block, end in states]
+                for req_id, states in take().items()
+            }
+
+        with patch.object(manager, "take_boundary_state_offloads", offered):
+            engine.run("first", Prompt([*shared, 5], new=1))
+            engine.drain()
+        assert engine.forget_device()
+        engine.run("again", Prompt([*shared, 6], new=1))
+        engine.drain()
+        found = engine.counts.get(("prompt_tokens", "host"), 0)
+        assert found == (0 if moved else 6 * BLOCK)
+        check_at_rest(engine)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"spill": "reused"}])
 def test_weights_that_change_after_a_reset_neither_load_nor_write_former_names(

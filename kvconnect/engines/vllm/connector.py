@@ -37,7 +37,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvconnect.engines.vllm import sleep, translate, weights
 from kvconnect.engines.vllm.checks import checked_settings, why_idle
-from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
+from kvconnect.engines.vllm.device_blocks import DeviceBlocks
 from kvconnect.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
 from kvconnect.engines.vllm.scheduler import ConnectorScheduler

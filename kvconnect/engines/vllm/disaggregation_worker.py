@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import engine_versions
@@ -130,55 +129,3 @@ def _hello(
         },
         groups=handoff_pages.group_hellos(vllm_config, cache, kv_caches, pages),
     )
-
-
-class DeviceBlocks:
-    """Holds blocks of vLLM's pool, independent of their requests. Owned by the scheduler's thread.
-
-    Blocks that stores read are held only while a request is alive. Without requests, vLLM computes
-    nothing and allocates no block. So an idle engine can reset its pool at once, even if it runs in
-    the caller's process and is stepped for requests only, which leaves the last stores unanswered.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._stores: dict[int, None] = {}  # blocks that stores read, in order
-        self._rests = False  # no request is alive
-
-    def hold(self, block_ids: Iterable[int]) -> None:
-        """Keep blocks until :meth:`release`."""
-        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
-
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Undo :meth:`hold`, last block first: so vLLM reuses the end of a prefix first."""
-        if block_ids:
-            self._pool.free_blocks(self._pool.blocks[block_id] for block_id in reversed(block_ids))
-
-    def forget(self, block_ids: set[int]) -> None:
-        """Have no request find the KV of blocks. Those that use them go on."""
-        self._pool.evict_blocks(block_ids)
-
-    def hold_stored(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks that a store reads."""
-        self._stores.update(dict.fromkeys(block_ids))
-        if not self._rests:
-            self.hold(block_ids)
-
-    def release_stored(self, block_ids: Sequence[int]) -> None:
-        """Undo :meth:`hold_stored`."""
-        for block_id in block_ids:
-            del self._stores[block_id]
-        if not self._rests:
-            self.release(block_ids)
-
-    def rest(self) -> None:
-        """Release the blocks of stores: no request is alive."""
-        if not self._rests:
-            self.release(list(self._stores))
-            self._rests = True
-
-    def wake(self) -> None:
-        """Hold the blocks of stores again. Call it before a new request is scheduled."""
-        if self._rests:
-            self.hold(self._stores)
-            self._rests = False

@@ -74,12 +74,17 @@ def make_tiers(
 
 
 def settings_for(vllm_config: VllmConfig, settings: Settings) -> Settings:
-    """Return ``settings``, without loads inside the step if steps overlap: the step after a failed
-    load would sample from bad blocks."""
-    if not settings.sync_load_bytes or vllm_config.max_concurrent_batches == 1:
+    """Return ``settings``, without loads inside the step where a failed one gives wrong tokens.
+
+    If steps overlap, the next one would sample from bad blocks. vLLM's model runner V2 goes on
+    behind the blocks of such a load, although the scheduler has the request compute them.
+    """
+    overlap, v2 = vllm_config.max_concurrent_batches != 1, vllm_config.use_v2_model_runner
+    if not settings.sync_load_bytes or not (overlap or v2):
         return settings
     if settings.sync_load_bytes != "auto":
-        logger.warning("sync_load_bytes is ignored: steps overlap (async scheduling)")
+        why = "steps overlap (async scheduling)" if overlap else "vLLM uses its model runner V2"
+        logger.warning("sync_load_bytes is ignored: %s", why)
     return msgspec.structs.replace(settings, sync_load_bytes=0)
 
 

@@ -14,8 +14,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect.cache.groups import CacheGroup
 from kvconnect.engines.vllm import translate
+from kvconnect.engines.vllm.device_blocks import DeviceBlocks
 from kvconnect.engines.vllm.disaggregation import DisaggregationScheduler
-from kvconnect.engines.vllm.disaggregation_worker import DeviceBlocks
 from kvconnect.engines.vllm.events import EventLog
 from kvconnect.engines.vllm.gauges import Gauges
 from kvconnect.engines.vllm.hints import add_hints, drop_invalid_params
@@ -219,7 +219,6 @@ class ConnectorScheduler:
         match = self._matched.pop(request.request_id)
         if self._requests.may_reuse(request):
             self.plan.add_request(request.request_id)  # a preemption replaced its blocks
-        # None: the request reads no cache.
         tiers = self._admit(request, blocks, match, num_external) if match else {}
         self.receipts.admitted(request, tiers, num_external)
         if match and self.observer is not None:
@@ -392,6 +391,7 @@ class ConnectorScheduler:
         if request is None or state is None or not self._requests.may_reuse(request):
             return  # it is gone, or its adapter was loaded again after it began
         hashes, table = self._hashes(request), state.resolve_block_ids(req_id)
+        kept = self.device.present(kept, hashes)
         new = self.plan.plan_store(req_id, computed, hashes, table, kept)
         if self.tiers is not None:
             self.tiers.name(request, hashes, new)
