@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from kvconnect import threads
@@ -15,16 +14,14 @@ _T = TypeVar("_T")
 
 
 class TimedCalls:
-    """Makes calls on a thread of its own, one at a time. For one caller's thread.
+    """Makes each call on a thread of its own, one at a time. For one caller's thread.
 
     A call that is late is not waited for again: until it has ended, others are refused at once.
     """
 
     def __init__(self, name: str, limit_s: float = LIMIT_S) -> None:
-        """``name``: of the thread, which starts with the first call. ``limit_s``: of each wait."""
+        """``name``: of the threads. ``limit_s``: of each wait."""
         self._name, self._limit_s = name, limit_s
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-        self._started = False
         self._last: Future[Any] | None = None
 
     def __call__(self, work: Callable[[], _T]) -> _T:
@@ -36,22 +33,15 @@ class TimedCalls:
         """
         if self._last is not None and not self._last.done():
             raise TimeoutError("an earlier call still waits for its disk")
-        self._start()
-        self._last = made = Future[_T]()
-        self._calls.put((made, work))
-        return made.result(self._limit_s)
+        made = Future[_T]()
 
-    def _start(self) -> None:
-        if self._started:
-            return
-        try:
-            threads.make(threads.ThreadKind.TIER, self._name, self._run).start()
-        except RuntimeError as error:
-            raise TimeoutError(str(error)) from error
-        self._started = True
-
-    def _run(self) -> None:
-        while True:
-            made, work = self._calls.get()
+        def run() -> None:
             with contained(made.set_exception):
                 made.set_result(work())
+
+        try:
+            threads.make(threads.ThreadKind.TIER, self._name, run).start()
+        except RuntimeError as error:
+            raise TimeoutError(str(error)) from error
+        self._last = made
+        return made.result(self._limit_s)

@@ -28,8 +28,9 @@ class FlipsByte(KVConnect):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         assert isinstance(connector_metadata, StepInstructions)
         for load in connector_metadata.offload.loads:
-            # The high byte of a float32: sign and exponent.
-            self.worker.tier.store.view(load.parts[0].slots[1])[3] ^= 0x7F
+            for slot in load.parts[0].slots[1:2]:
+                # The high byte of a float32: sign and exponent.
+                self.worker.tier.store.view(slot)[3] ^= 0x7F
         super().bind_connector_metadata(connector_metadata)
 
 

@@ -78,6 +78,15 @@ def ask(server: Server) -> list[Answer]:
     return [server.complete(prompt, NEW) for prompt in prompts()]
 
 
+def ask_anew(server: Server) -> list[Answer]:
+    """:func:`ask`, but the device has nothing of any prompt."""
+    answers = []
+    for prompt in prompts():
+        server.post("/reset_prefix_cache")
+        answers.append(server.complete(prompt, NEW))
+    return answers
+
+
 def hit_tokens(server: Server) -> float:
     """Tokens that the host tier had so far."""
     return server.metric("vllm:kvconnect_hit_tokens_total", tier="host")

@@ -267,7 +267,7 @@ def test_another_connector_s_failed_load_spoils_nothing_here(place: int) -> None
 
 
 def test_control_of_another_connector_s_failed_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_foreign_failures", lambda *_: set())
+    monkeypatch.setattr(scheduler, "foreign_failures", lambda *_: set())
     with pytest.raises(AssertionError, match="reads wrong KV"):
         _load_in_vain(0)
 

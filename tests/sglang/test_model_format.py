@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import reset_context
 from sglang.srt.server_args import ServerArgs
 from sglang.test.parallel_groups import publish
@@ -23,7 +24,7 @@ from kvconnect.protocol.messages import HandoffHello
 from kvconnect.protocol.negotiation import negotiate
 from tests.engines.models import model_dir
 from tests.sglang.linker_bench import LAYERS, mha_pool
-from tests.sglang.pools import Pools, transfer_args
+from tests.sglang.pools import POOLS, Pools, transfer_args
 
 SAME = Identity(weights=Weights(files="same"))
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -37,12 +38,13 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def hello(folder: Path, kv: str = "auto", **flags: Any) -> HandoffHello:
+def hello(folder: Path, kv: str = "auto", pools: Pools | None = None, **flags: Any) -> HandoffHello:
     """Return what a server of a checkpoint says of its cache."""
     reset_context()
     server = ServerArgs(model_path=str(folder), device="cpu", **flags)
     publish(server, role="test")
-    args = transfer_args(Pools(mha_pool()), torch.zeros(8, 16, dtype=torch.uint8), kv)
+    pools = pools or Pools(mha_pool())
+    args = transfer_args(pools, torch.zeros(8, 16, dtype=torch.uint8), kv)
     args.pp_rank = 0
     model = runtime_context.model(args, server, False)
     reset_context()
@@ -92,6 +94,21 @@ def test_quantisation_on_one_side_is_refused(folder: Path) -> None:
     assert negotiate(fp8, hello(folder, quantization="fp8"))
     with pytest.raises(Refused, match="quantization is 'fp8' on the decode side, None on"):
         negotiate(fp8, hello(folder))
+
+
+@pytest.mark.parametrize("setting", [envs.SGLANG_MAMBA_SSM_DTYPE, envs.SGLANG_MAMBA_CONV_DTYPE])
+def test_states_of_another_type_of_the_same_size_are_refused(setting: Any, folder: Path) -> None:
+    """--mamba-ssm-dtype sets the first one."""
+
+    def side(dtype: str) -> HandoffHello:
+        with setting.override(dtype):
+            return hello(model_dir("lfm2"), pools=POOLS["HybridLinearKVPool"]())
+
+    half = side("float16")
+    assert negotiate(half, side("float16"))
+    with pytest.raises(Refused, match=r"state_dtypes is .*float16.* on the decode side"):
+        negotiate(half, side("bfloat16"))
+    assert "state_dtypes" not in hello(folder).format, "there are none"
 
 
 def test_another_compute_type_of_an_8_bit_cache_is_refused(folder: Path) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -430,7 +429,7 @@ def test_the_hooks_are_set_where_sglang_calls_them(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         HookRegistry, "register", lambda target, hook, kind: registered.update({target: hook})
     )
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.scheduler", ModuleType("scheduler"))
+    importlib.import_module("sglang.srt.managers.scheduler")  # as in a scheduler's process
     hooks.watch()
     assert registered == {
         hooks.SEND: hooks.after_sender,
@@ -438,6 +437,7 @@ def test_the_hooks_are_set_where_sglang_calls_them(monkeypatch: pytest.MonkeyPat
         hooks.RECEIVE: hooks.after_receiver,
         hooks.RANKS: hooks.around_ranks,
         hooks.ATTACH: hooks.around_attach,
+        hooks.CHECKPOINT: hooks.around_checkpoint,
     }
     for target in registered:
         module, owner, name = target.rsplit(".", 2)

@@ -95,10 +95,17 @@ def test_memory_that_is_given_up_and_taken_again(name: str, used: str | None) ->
         assert runtime_context.transport(name, args) == used
 
 
-def test_two_batch_overlap_calls_layers_twice() -> None:
-    assert runtime_context.calls_layers_once(published())
-    args = SimpleNamespace(enable_two_batch_overlap=True)
-    assert not runtime_context.calls_layers_once(args)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "flag", [{"enable_two_batch_overlap": True}, {"elastic_ep_backend": "mooncake"}], ids=str
+)
+def test_some_forwards_call_layers_twice(flag: dict[str, Any]) -> None:
+    """Elastic expert parallelism runs a forward again after it has lost a rank."""
+    plain = published()
+    assert runtime_context.calls_layers_once(plain)
+    both = {"enable_two_batch_overlap": False, "elastic_ep_backend": None}
+    assert all(getattr(plain, name) == value for name, value in both.items())
+    args: Any = SimpleNamespace(**{**both, **flag})
+    assert not runtime_context.calls_layers_once(args)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang.srt.configs.mamba_utils import Mamba2StateDType
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host import mamba
 
+from kvconnect.engines.sglang.host_pages import HostPages
 from kvconnect.engines.sglang.storage import KVConnectStorage
 from kvconnect.engines.sglang.storage_backends import stored_format
 from kvconnect.errors import ConfigError, Incompatible
-from tests.sglang.linker_bench import PAGE, names, slots_of
+from tests.sglang.linker_bench import PAGE, mamba2_state, mamba_pools, names, slots_of
 from tests.sglang.storage_bench import (
     PAGE_BYTES,
     RANKS,
@@ -193,6 +198,24 @@ def test_names_and_formats_carry_what_bytes_depend_on(
     seen = {told(make(pool, rank)) for rank in ranks} | {told(make(other))}
     assert len(seen) == len(ranks) + 1
     assert told(make(pool)) in seen  # the control
+
+
+def test_states_of_another_type_of_the_same_size_have_other_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mamba, "host_memory_budget_bytes", lambda nbytes: nbytes)
+    store: Any = SimpleNamespace()
+    forms = []
+    for temporal in (torch.float16, torch.bfloat16, torch.float16):
+        types = Mamba2StateDType(conv=torch.bfloat16, temporal=temporal)
+        states = mamba_pools(replace(mamba2_state(), dtype=types))[1].mamba_pool
+        buffers = states.get_device_pool_infos()[0].buffer_info
+        pool = mamba.MambaPoolHost(
+            buffers, 1.0, 0, device_capacity=8, pin_memory=False, layout="page_first"
+        )
+        forms.append(HostPages(store, {PoolName.MAMBA: pool}, RANKS)._form(PoolName.MAMBA))
+    half, other, again = forms
+    assert half == again and half.nbytes == other.nbytes and half.text != other.text
 
 
 def test_what_cannot_be_used_is_said_at_the_start(

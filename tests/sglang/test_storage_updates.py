@@ -58,6 +58,23 @@ def test_new_weights_have_pages_of_their_own(
     assert where(storage, ["new"]) == [Tier.HOST]
 
 
+def test_pages_that_are_stored_during_an_update_by_parts_are_not_found_after_it(
+    monkeypatch: pytest.MonkeyPatch, make: Make
+) -> None:
+    """HiCache stores what was computed before, and its last part's flush comes before the end."""
+    process = Serving(monkeypatch)
+    storage = make(host_pool(monkeypatch))
+    process.begin()
+    fill(storage, 1)
+    assert where(storage, KEYS[:1]) == [Tier.HOST]  # the control: it is stored
+    for step in (lambda: process.part("2"), process.flush, process.close):
+        step()
+        assert where(storage, KEYS[:1]) == [None]
+        fill(storage, 1)
+    process.flush()
+    assert where(storage, KEYS[:1]) == [None]
+
+
 def test_a_process_that_was_updated_alike_finds_pages_on_disk(
     monkeypatch: pytest.MonkeyPatch, make: Make, tmp_path: Path
 ) -> None:
@@ -128,6 +145,31 @@ def test_an_update_that_flushes_names_pages_as_in_all_servers_updated_alike(
     process.flush()
     settled = weights.generation()
     assert settled and (settled == names[1]) == idle
+
+
+@pytest.mark.parametrize("by_parts", [True, False])
+def test_names_are_shared_once_what_a_decode_server_offloaded_is_stored(
+    monkeypatch: pytest.MonkeyPatch, other: Path, by_parts: bool
+) -> None:
+    """SGLang's flush does not wait for it, and it is of the former weights."""
+    process = Serving(monkeypatch)
+    weights.follow()
+    backups = process.offloads.decode_offload_manager.ongoing_backup
+    backups[1] = "a request"
+    if by_parts:
+        process.begin()
+        process.end("2")
+        process.flush()
+    else:
+        process.update_from_disk(other)
+    names = {weights.generation()}
+    process.flush()
+    names.add(weights.generation())
+    backups.clear()
+    process.flush()
+    shared = weights.generation()
+    process.flush()
+    assert len(names) == 2 and shared not in names and weights.generation() == shared
 
 
 def test_an_update_that_is_not_to_flush_leaves_former_pages(

@@ -60,6 +60,27 @@ def test_weights_are_not_read_while_their_memory_is_gone(monkeypatch: pytest.Mon
     assert weights.identity() != before  # they came back as others
 
 
+def test_each_step_of_an_update_by_parts_names_pages_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiCache's threads store pages of the former weights until the cache is flushed, and no later
+    step may find these. Ranks are told equally often whether SGLang has flushed on them or not."""
+    process, told = Serving(monkeypatch), list[bytes]()
+    weights.follow()
+    weights.listen(lambda: told.append(weights.generation()))
+    names = [weights.generation()]
+    torch.nn.init.constant_(process.runner.model.weight, 2.0)
+    for step in (
+        process.begin,
+        lambda: process.part("2", flush=False),
+        lambda: process.part("2"),
+        process.flush,
+        process.close,
+        process.flush,
+    ):
+        step()
+        names.append(weights.generation())
+    assert names[0] == b"" and told == names[1:] and len(set(names)) == len(names)
+
+
 @pytest.mark.parametrize("eplb", [False, True])
 def test_a_flush_names_pages_anew_where_experts_move_and_no_version_is_declared(
     monkeypatch: pytest.MonkeyPatch, eplb: bool
@@ -108,7 +129,7 @@ def test_an_update_of_the_draft_model_alone_names_pages_anew(
         process.updater.begin_weight_update(SimpleNamespace(_session=None), request)
         updated = draft if selector == "draft" else process.runner
         torch.nn.init.constant_(updated.model.weight, 2.0)
-        process.updater.update_weights_from_tensor(None, SimpleNamespace(weight_version=version))
+        process.part(version, flush=False)
         process.updater.end_weight_update(None, SimpleNamespace())
         process.flush()
         names.append(weights.generation())

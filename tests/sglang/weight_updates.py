@@ -22,7 +22,8 @@ class Runner:
 
 
 class Serving:
-    """SGLang's calls that change weights, as a scheduler's process makes them."""
+    """SGLang's calls that change weights, as a scheduler's process makes them. ``offloads``: the
+    scheduler, as far as it stores what a decode server has offloaded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from sglang.srt.managers.scheduler import Scheduler
@@ -35,8 +36,9 @@ class Serving:
         def done(*_: object) -> SimpleNamespace:
             return SimpleNamespace(success=True, message="")
 
-        for name in ("begin_weight_update", "update_weights_from_tensor", "end_weight_update"):
+        for name in ("begin_weight_update", "end_weight_update"):
             monkeypatch.setattr(Updater, name, done)
+        monkeypatch.setattr(Updater, "update_weights_from_tensor", self._from_tensor)
         monkeypatch.setattr(Updater, "update_weights_from_disk", self._from_disk)
         monkeypatch.setattr(Scheduler, "flush_cache", lambda flushes: flushes)
         monkeypatch.setattr(Scheduler, "handle_update_weight_version", done)
@@ -46,6 +48,8 @@ class Serving:
         monkeypatch.setattr(weights, "_watching", False)
         weights.watch()
         HookRegistry.apply_hooks()
+        manager = SimpleNamespace(ongoing_backup={})
+        self.offloads = SimpleNamespace(decode_offload_manager=manager)
         self.updater: Any = Updater
         self.scheduler: Any = Scheduler
         self.runner = Runner()
@@ -64,10 +68,18 @@ class Serving:
             SimpleNamespace(_session=None), SimpleNamespace(selector="all")
         )
 
+    def part(self, version: str | None, *, flush: bool = True) -> None:
+        """Load a part of the weights, and flush the cache in the same call unless told not to."""
+        request = SimpleNamespace(weight_version=version, flush_cache=flush, idle=True)
+        self.updater.update_weights_from_tensor(None, request)
+
+    def close(self) -> None:
+        self.updater.end_weight_update(None, SimpleNamespace())
+
     def end(self, version: str | None) -> None:
         torch.nn.init.constant_(self.runner.model.weight, 2.0)
-        self.updater.update_weights_from_tensor(None, SimpleNamespace(weight_version=version))
-        self.updater.end_weight_update(None, SimpleNamespace())
+        self.part(version, flush=False)
+        self.close()
 
     def update_from_disk(self, folder: Path, *, flush: bool = True, idle: bool = True) -> None:
         """Load other weights, as one call that flushes the cache unless requests run."""
@@ -78,13 +90,16 @@ class Serving:
             flush_cache=flush,
             idle=idle,
         )
-        self.updater.update_weights_from_disk(None, request)
+        self.updater.update_weights_from_disk(SimpleNamespace(scheduler=self.offloads), request)
 
-    def _from_disk(self, _updater: Any, request: Any) -> SimpleNamespace:
+    def _from_disk(self, updater: Any, request: Any) -> SimpleNamespace:
         torch.nn.init.constant_(self.runner.model.weight, 2.0)
-        if request.flush_cache and not self.scheduler.flush_cache(request.idle):
+        return self._from_tensor(updater, request)
+
+    def _from_tensor(self, _updater: Any, request: Any) -> SimpleNamespace:
+        if request.flush_cache and not self.scheduler.flush_cache(request.idle and self.offloads):
             return SimpleNamespace(success=False, message="Weights were updated, but")
         return SimpleNamespace(success=True, message="")
 
     def flush(self, done: bool = True) -> None:
-        self.scheduler.flush_cache(done)
+        self.scheduler.flush_cache(self.offloads if done else False)

@@ -17,8 +17,10 @@ def test_a_call_returns_or_raises_what_its_work_does() -> None:
     assert call(lambda: 7) == 7
     with pytest.raises(FileNotFoundError):
         call(lambda: open("/nowhere").close())
-    assert call(threading.current_thread) is not threading.current_thread()
-    assert call(threading.current_thread) is call(threading.current_thread), "one for all"
+    made = call(threading.current_thread)
+    assert made is not threading.current_thread()
+    made.join(30.0)
+    assert not made.is_alive(), "no thread stays"
 
 
 def test_a_late_call_is_waited_for_once() -> None:
@@ -46,7 +48,7 @@ def test_without_a_thread_no_call_is_made(monkeypatch: pytest.MonkeyPatch) -> No
     assert call(lambda: 7) == 7
 
 
-def test_an_error_of_a_call_is_none_of_the_thread() -> None:
+def test_an_error_of_a_call_is_none_of_its_thread() -> None:
     call = TimedCalls("test")
     threads.take_failures()
     with pytest.raises(ZeroDivisionError):

@@ -66,7 +66,6 @@ def _register() -> None:
         from kvconnect.engines.sglang import layerwise
 
         HookRegistry.register(layerwise.RUN_BATCH, layerwise.around_run_batch, HookType.AROUND)
-        HookRegistry.register(layerwise.CHECKPOINT, layerwise.around_checkpoint, HookType.AROUND)
         for attention in layerwise.ATTENTION:
             HookRegistry.register(attention, layerwise.around_attention, HookType.AROUND)
     logger.info(

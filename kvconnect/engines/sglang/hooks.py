@@ -3,7 +3,8 @@
 SGLang gives its backend only the room of a request. Two hooks read more from the requests for which
 SGLang makes senders and receivers. A third polls the agent on every pipeline stage of a prefill
 engine, since SGLang polls new requests on the first stage alone. A fourth checks what a bootstrap
-server says of ranks. A fifth, on HiCache, detaches a storage backend that a rank has refused.
+server says of ranks. A fifth, on HiCache, detaches a storage backend that a rank has refused. A
+sixth keeps pages until they are sent: see ``layerwise.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect.engines.sglang.bootstrap import ranks_of
+from kvconnect.engines.sglang.layerwise import CHECKPOINT, around_checkpoint
 from kvconnect.engines.sglang.prompts import prompt_identity
 from kvconnect.engines.sglang.rooms import contain_room_errors
 
@@ -39,6 +41,7 @@ def watch() -> None:
     HookRegistry.register(RECEIVE, after_receiver, HookType.AFTER)
     HookRegistry.register(RANKS, around_ranks, HookType.AROUND)
     HookRegistry.register(ATTACH, around_attach, HookType.AROUND)
+    HookRegistry.register(CHECKPOINT, around_checkpoint, HookType.AROUND)
 
 
 def after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:

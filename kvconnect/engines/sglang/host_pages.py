@@ -164,6 +164,8 @@ class HostPages:
             layers = getattr(pool, "start_layer", None), getattr(pool, "end_layer", None)
             shape = pool.dtype, pool.layout, pool.page_size, pool.storage_format_tag, page.nbytes
             part = f"{type(pool).__name__}|{shape}|{layers}|{self._share(name, pool)}"
+            if name is PoolName.MAMBA:  # its other type is that of convolutions
+                part += f"|{getattr(pool, 'temporal_dtype', None)}"
             form = self._forms[name] = _Form(page.nbytes, page.dtype, f"{name}|{part}")
         return form
 

@@ -11,7 +11,9 @@ Offered pages must not change until they have been sent. But when SGLang enters 
 prefix cache, the tree may already have such a page: another prompt with the same prefix was entered
 first, or the page was computed again because the last token always is. SGLang then frees the
 request's own page, and the next batch may overwrite it while it is being sent. So a third hook,
-around ``Scheduler.checkpoint_disagg_prefill``, defers these frees until the hand-off is over.
+around ``Scheduler.checkpoint_disagg_prefill``, defers these frees until the hand-off is over. It is
+always set: SGLang's own send of a chunk may cover pages that only the next checkpoint enters, as
+the last one where the tree's keys are pairs of tokens (EAGLE, MTP).
 
 The state of a linear attention layer (GDN, KDA) is final once the layer has run in the batch that
 ends the prompt. That batch offers the request's slot too; SGLang copies it into its cache, and
@@ -158,28 +160,39 @@ class LayerwisePush:
             self._warned = True
             logger.warning(
                 "kvconnect: the attention layers of a prefill could not be followed (a full CUDA "
-                "graph, torch.compile or two-batch overlap): such chunks are handed off at the end "
-                "of their forward"
+                "graph, torch.compile, two-batch overlap or --elastic-ep-backend): such chunks are "
+                "handed off at the end of their forward"
             )
 
     @contextmanager
     def entering(self, scheduler: Any, req: Any) -> Iterator[None]:
-        """Wrap SGLang's entry of a request into its prefix cache: defer frees of offered pages."""
+        """Wrap SGLang's entry of a request into its prefix cache: defer frees of pages that were
+        offered or sent before the tree had them."""
         room = self._find(req)
         self.settle()
-        allocator = scheduler.token_to_kv_pool_allocator
-        # All ranks must free the same pages at the same point, whatever each of them has offered.
-        entered = req.kv.cache_protected_len // allocator.page_size
-        if room is None or room.ahead_until <= entered:
+        if room is None:
             yield
             return
-        with deferring_frees(allocator) as found:
+        allocator = scheduler.token_to_kv_pool_allocator
+        size = allocator.page_size
+        # All ranks must free the same pages at the same point, whatever each of them has offered.
+        entered, end = req.kv.cache_protected_len // size, _end_block(req, size)
+        if room.ahead_until <= entered:
             yield
-        if found.frees:
-            pages = []
-            with self._contain(req.bootstrap_room):
-                pages.append(found.pages(allocator.page_size))
-            room.keep(pages, found.frees)
+        else:
+            slots = None  # of what was sent, if this is not all
+            if room.ahead_until < end:
+                row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+                slots = row[entered * size : room.ahead_until * size].clone()
+            with deferring_frees(allocator, slots) as found:
+                yield
+            if found.frees:
+                pages = []
+                with self._contain(req.bootstrap_room):
+                    pages.append(found.pages(size))
+                room.keep(pages, found.frees)
+        if not req.pending_bootstrap:  # SGLang sends the chunk next
+            room.ahead_until = max(room.ahead_until, end)
 
     def _find(self, req: Any) -> SendRoom | None:
         """Return the open room of a request, if the room is this request's."""
@@ -210,7 +223,7 @@ class LayerwisePush:
 
     def _offer(self, scheduler: Any, req: Any, room: SendRoom) -> AheadOffer:
         size = scheduler.token_to_kv_pool_allocator.page_size
-        end = min(req.extend_end, len(req.origin_input_ids)) // size
+        end = _end_block(req, size)
         if room.deferred_frees:  # a long prompt must not take its memory twice
             end = min(end, req.kv.cache_protected_len // size)
         room.ahead_until = max(room.ahead_until, end)
@@ -229,6 +242,11 @@ class LayerwisePush:
         pool = scheduler.req_to_token_pool
         slot = pool.req_index_to_mamba_index_mapping[req.kv.req_pool_idx]
         return DeviceNumbers(pool.translate_mamba_indices(slot))
+
+
+def _end_block(req: Any, size: int) -> int:
+    """Return the end of the whole pages of a request's prompt that its last batch fills."""
+    return int(min(req.extend_end, len(req.origin_input_ids)) // size)
 
 
 def _first_slots(scheduler: Any, req: Any, blocks: range, size: int) -> torch.Tensor:
@@ -296,9 +314,11 @@ have other functions; they are sent with the last chunk only."""
 
 
 class DeferredFrees:
-    """Deferred frees and their slots. For the scheduler's thread."""
+    """Deferred frees and their slots. For the scheduler's thread. ``only``: the slots whose frees
+    are deferred, None for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, only: torch.Tensor | None = None) -> None:
+        self._only = only
         self.frees: list[Callable[[], object]] = []
         self._slots: list[torch.Tensor] = []
 
@@ -317,15 +337,22 @@ class DeferredFrees:
 
     def add(self, free: Callable[..., object], slots: torch.Tensor, **more: Any) -> None:
         """Defer a call of ``free``."""
-        slots = slots.clone()  # a view of the request's row, which is about to change
-        self._slots.append(slots)
-        self.frees.append(partial(free, slots, **more))
+        if self._only is None:
+            slots = slots.clone()  # a view of the request's row, which is about to change
+        else:
+            ahead = torch.isin(slots, self._only.to(slots))
+            if (rest := slots[~ahead]).numel():
+                free(rest, **more)
+            slots = slots[ahead]
+        if slots.numel():
+            self._slots.append(slots)
+            self.frees.append(partial(free, slots, **more))
 
 
 @contextmanager
-def deferring_frees(allocator: Any) -> Iterator[DeferredFrees]:
-    """Defer the frees of ``allocator`` inside the context."""
-    found = DeferredFrees()
+def deferring_frees(allocator: Any, only: torch.Tensor | None = None) -> Iterator[DeferredFrees]:
+    """Defer the frees of ``allocator`` inside the context; ``only``: of these slots."""
+    found = DeferredFrees(only)
     names = [name for name in _FREES if hasattr(allocator, name)]
     for name in names:
         setattr(allocator, name, partial(found.add, getattr(allocator, name)))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_model
 
 from kvconnect.cache.model_identity import model_folder
@@ -49,6 +50,16 @@ def scales() -> str:
     """Return a digest of the file with the scales of an 8-bit cache; "" if none is given."""
     path = get_model().quantization_param_path
     return file_digest(Path(path)) if path else ""
+
+
+def states(config: ModelConfig) -> str:
+    """Return the types of recurrent layers' states, which have flags of their own; "" if the model
+    has none. Their sizes do not tell float16 from bfloat16."""
+    params = getattr(mambaish_config(config), "mamba2_cache_params", None)
+    if params is None:
+        return ""
+    types = params.dtype.conv, params.dtype.temporal
+    return "+".join(str(each).removeprefix("torch.") for each in types)
 
 
 def file_digest(path: Path) -> str:

@@ -97,7 +97,8 @@ class SendRoom:
     offered_ahead: dict[int, int] = field(
         default_factory=dict
     )  # block -> page, until SGLang sends it
-    # Every rank may have offered the blocks before this one ahead; the same on all of them.
+    # A rank may have offered or sent the blocks before this one before SGLang's tree has them; the
+    # same on all ranks.
     ahead_until: int = 0
     state_ahead: Span | None = None  # a state that a step offers before SGLang sends it
     # Each returns pages to free when the room is closed.

@@ -97,8 +97,10 @@ def transport(name: str, server_args: ServerArgs) -> str:
 
 
 def calls_layers_once(server_args: ServerArgs) -> bool:
-    """Whether a forward calls each attention layer once, for all of the batch."""
-    return not server_args.enable_two_batch_overlap
+    """Whether a forward calls each attention layer once, for all of the batch. With elastic expert
+    parallelism, SGLang runs a forward again after a rank is lost."""
+    again = server_args.elastic_ep_backend is not None
+    return not (server_args.enable_two_batch_overlap or again)
 
 
 def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
@@ -124,6 +126,7 @@ def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:
         architecture=model_format.architecture(config),
         quantization=model_format.quantization(config),
         scales=model_format.scales(),
+        state_dtypes=model_format.states(config),
     )
 
 

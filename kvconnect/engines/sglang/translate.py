@@ -55,6 +55,7 @@ class Model:
         architecture: digest of the configuration.
         quantization: as weights are loaded, if the checkpoint does not say it.
         scales: digest of the file with those of an 8-bit cache.
+        state_dtypes: of recurrent layers' states.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Model:
     architecture: str = ""
     quantization: str = ""
     scales: str = ""
+    state_dtypes: str = ""
 
 
 class Buffer(NamedTuple):
@@ -334,6 +336,8 @@ def _format(
         found["quantization"] = _short(model.quantization)
     if model.scales and args.kv_cache_dtype_str.startswith("fp8"):
         found["scales"] = model.scales
+    if any(kind.value == _STATE for kind in args.state_types):
+        found["state_dtypes"] = model.state_dtypes
     # Rows of layers that are matched by their place alone.
     placed = [page.row_bytes for page in pages[KV] if not page.name.isdecimal()]
     if placed:

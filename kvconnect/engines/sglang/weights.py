@@ -50,8 +50,10 @@ class _RankWeights:
         start: their weights when the process started, where stored pages go by the files of these.
         session: an update by parts is under way; the models that it updates.
         version: that the session declares.
+        in_call: a call that updates weights runs. Where it has failed, a rank does not flush.
         old_pages: pages of former weights may be in SGLang's own caches: none was flushed since.
-        unknown: the generation of pages while that is so; empty if there was no update.
+        unknown: the generation of pages while that is so; empty if there was no update. HiCache's
+            threads may store former pages under it, so each step of an update has another one.
         asleep: the memory of the weights is gone.
         listeners: are called when the weights change.
     """
@@ -61,6 +63,7 @@ class _RankWeights:
     start: dict[str, Weights] = field(default_factory=dict)
     session: tuple[str, ...] = ()
     version: str = ""
+    in_call: bool = False
     old_pages: bool = False
     unknown: bytes = b""
     asleep: bool = False
@@ -83,8 +86,8 @@ def watch() -> None:
         (f"{_UPDATER}.update_weights_from_disk", _begin_all, _updated_from_disk),
         (f"{_UPDATER}.update_weights_from_ipc", _begin_all, _updated_at_once),
         (f"{_UPDATER}.begin_weight_update", _begin, None),
-        (f"{_UPDATER}.update_weights_from_tensor", None, _updated_part),
-        (f"{_UPDATER}.update_weights_from_distributed", None, _updated_part),
+        (f"{_UPDATER}.update_weights_from_tensor", _begin_call, _updated_part),
+        (f"{_UPDATER}.update_weights_from_distributed", _begin_call, _updated_part),
         (f"{_UPDATER}.end_weight_update", None, _end),
         (f"{_UPDATER}.release_memory_occupation", _release, None),
         (f"{_UPDATER}.resume_memory_occupation", None, _resume),
@@ -239,6 +242,12 @@ def _look(version: str = "") -> None:
     _show()
 
 
+def _rename() -> None:
+    """Find no page any more that was stored since the update began."""
+    _state.unknown = os.urandom(16)
+    _show()
+
+
 def _show() -> None:
     """Tell the listeners that this rank may have other weights."""
     for listener in _state.listeners:
@@ -251,7 +260,12 @@ def _loaded(_result: Any, runner: Any, *_: Any, **__: Any) -> None:
 
 
 def _begin_all(*_: Any, **__: Any) -> None:
+    _begin_call()
     _open(_MODELS)
+
+
+def _begin_call(*_: Any, **__: Any) -> None:
+    _state.in_call = True
 
 
 def _begin(updater: Any, request: Any, *_: Any, **__: Any) -> None:
@@ -262,11 +276,11 @@ def _begin(updater: Any, request: Any, *_: Any, **__: Any) -> None:
 def _open(names: tuple[str, ...]) -> None:
     """The weights of some models are being replaced, also if nothing depends on them yet."""
     _state.session, _state.version = names, ""
-    _state.old_pages, _state.unknown = True, os.urandom(16)
+    _state.old_pages = True
     for name, model in _state.models.items():
         if name in names:
             model.updating()
-    _show()
+    _rename()
 
 
 def _close(*, files: str = "", version: str = "", failed: bool = False) -> None:
@@ -276,35 +290,50 @@ def _close(*, files: str = "", version: str = "", failed: bool = False) -> None:
             model.look()
         else:
             model.updated(files=files if name == "target" else "", version=version)
-    _state.session = ()
-    _show()
+    _state.session, _state.in_call = (), False
+    _rename()
 
 
-def _updated_from_disk(result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
+def _updated_from_disk(result: Any, updater: Any, request: Any, *_: Any, **__: Any) -> None:
     """SGLang says that it failed if only its flush was refused; the weights are new then."""
     failed = not result.success and "Weights were updated" not in result.message
     files = ""
     if _state.models and not failed:
         files = _of_files(str(request.model_path), None, request.load_format or "auto").files
-    _flushed_within(result, request)
+    _flushed_within(result, updater, request)
     _close(files=files, version=request.weight_version or "", failed=failed)
 
 
-def _updated_at_once(result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
+def _updated_at_once(result: Any, updater: Any, request: Any, *_: Any, **__: Any) -> None:
     failed = not result.success and "Weights were updated" not in result.message
-    _flushed_within(result, request)
+    _flushed_within(result, updater, request)
     _close(version=request.weight_version or "", failed=failed)
 
 
-def _flushed_within(result: Any, request: Any) -> None:
+def _flushed_within(result: Any, updater: Any, request: Any) -> None:
     """An update in one call has flushed the caches itself if it was asked to and succeeded: nothing
     was computed between the new weights and the flush."""
-    if request.flush_cache and result.success:
+    if request.flush_cache and result.success and not _stores(updater.scheduler):
         _state.old_pages = False
 
 
+def _stores(scheduler: Any) -> bool:
+    """Whether a decode server is still storing pages of former weights: a flush does not wait for
+    those of ``--disaggregation-decode-enable-offload-kvcache``."""
+    manager = getattr(scheduler, "decode_offload_manager", None)
+    if not (manager and manager.ongoing_backup):
+        return False
+    logger.warning(
+        "pages of the former weights are still being stored: until a later flush, pages get names "
+        "that only this process knows"
+    )
+    return True
+
+
 def _updated_part(_result: Any, _updater: Any, request: Any, *_: Any, **__: Any) -> None:
-    _state.version = request.weight_version or _state.version
+    _state.version, _state.in_call = request.weight_version or _state.version, False
+    if _state.session:
+        _rename()
 
 
 def _end(result: Any, *_: Any, **__: Any) -> None:
@@ -316,9 +345,12 @@ def _declared(_result: Any, _scheduler: Any, request: Any, *_: Any, **__: Any) -
     _look(request.new_version)
 
 
-def _flushed(result: Any, *_: Any, **__: Any) -> None:
+def _flushed(result: Any, scheduler: Any, *_: Any, **__: Any) -> None:
     """SGLang has forgotten all pages, unless it refused to, as while requests run."""
-    if result is False or _state.session:
+    if result is False or _state.in_call:
+        return
+    if _state.session or (_state.old_pages and _stores(scheduler)):
+        _rename()
         return
     _state.old_pages = False
     _look()

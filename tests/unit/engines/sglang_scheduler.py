@@ -42,10 +42,11 @@ class Scheduler:
         )
         self.token_to_kv_pool_allocator = Allocator()
 
-    def checkpoint(self, dup: int, tree: Sequence[int]) -> None:
-        """Enter the request: its first ``dup`` pages are freed, its row points at the tree's."""
+    def checkpoint(self, dup: int, tree: Sequence[int], start: int = 0) -> None:
+        """Enter the request: pages ``start`` to ``dup`` are freed, its row points at the tree's."""
         row = self.req_to_token_pool.req_to_token[0]
-        self.token_to_kv_pool_allocator.free_segment(row[: dup * TOKENS], start_pos=0)
+        own = row[start * TOKENS : dup * TOKENS]
+        self.token_to_kv_pool_allocator.free_segment(own, start_pos=0)
         row[: len(tree) * TOKENS] = slots_of(tree)
 
 

@@ -52,6 +52,7 @@ def closing() -> Iterator[ExitStack]:
         yield stack
 
 
+AUX_ROW = Span(translate.AUX, 0, array("q", [2]))
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (1, 4), (8, 1), (2, 8)]
 
 
@@ -602,6 +603,77 @@ def test_a_room_that_keeps_pages_offers_no_more_of_its_own_ahead(closing: ExitSt
     for layer in range(len(reader.kv)):
         for ours, page in zip(there, own, strict=True):
             assert torch.equal(reader.page(layer, ours), expected(reader, layer, page))
+
+
+@pytest.mark.parametrize("end", ["served", "given up", "closed", "freed"])
+def test_a_sent_page_that_the_tree_has_not_is_kept_until_its_room_is_closed(
+    closing: ExitStack, end: str
+) -> None:
+    """Without layers: with keys of two tokens the tree lacks the last page of a chunk, which has
+    been sent. Another prompt enters it before this one's next chunk. Pages that were not sent are
+    freed at once. Without the hook all are, and decode gets what is written next (control)."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    own, tree, there = [3, 9, 4, 11], [3, 15, 16, 11], [7, 2, 13, 5]
+    for one, other in zip(own, tree, strict=True):
+        for layer in range(len(source.kv)):
+            source.page(layer, other).copy_(source.page(layer, one))
+    push = LayerwisePush(source.agent, source.prefill_rooms, source.names)
+    source.prefill_rooms.open(ROOM)
+    reader.ask(there, [source])
+    until([source, reader], lambda: bool(source.ready))
+    link = Held(source)
+    scheduler, request = Scheduler(own), request_of(TOKENS * 4, TOKENS * 2)
+    allocator, hooked = scheduler.token_to_kv_pool_allocator, end != "freed"
+    with push.entering(scheduler, request) if hooked else nullcontext():
+        request.kv.cache_protected_len = TOKENS
+    source.prefill_rooms.send(ROOM, 0, array("q", own[:2]), [], None)
+    request.extend_end = TOKENS * 4
+    with push.entering(scheduler, request) if hooked else nullcontext():
+        scheduler.checkpoint(3, tree, start=1)
+    assert allocator.freed == ([4] if hooked else [9, 4])
+    for page in allocator.freed:
+        for layer in range(len(source.kv)):
+            source.page(layer, page).fill_(-1.0)
+    if end == "given up":
+        source.prefill_rooms.give_up(ROOM, "prefill has failed")
+    if end in ("served", "freed"):
+        source.prefill_rooms.send(ROOM, 2, array("q", tree[2:]), [AUX_ROW], None)
+        source.prefill_rooms.complete(ROOM)
+        link.let_go()
+        until([source, reader], lambda: bool(reader.done and source.done))
+        right = [torch.equal(reader.page(0, 2), expected(reader, 0, 9))]
+        right += [torch.equal(reader.page(0, 13), expected(reader, 0, 4))]
+        assert right == [hooked, True]
+    assert (9 in allocator.freed) != hooked
+    source.prefill_rooms.close(ROOM)
+    assert sorted(allocator.freed) == [4, 9]
+
+
+def test_a_room_that_keeps_pages_also_keeps_what_is_sent_later(closing: ExitStack) -> None:
+    """After the first deferral nothing is offered that the tree lacks, but SGLang sends it."""
+    (source,), (reader,) = engines(closing, (1, 1), 4)
+    own, there = [3, 9, 4, 11, 5, 6], [7, 2, 13, 1, 8, 10]
+    push = LayerwisePush(source.agent, source.prefill_rooms, source.names)
+    source.prefill_rooms.open(ROOM)
+    reader.ask(there, [source])
+    until([source, reader], lambda: bool(source.ready))
+    scheduler, request = Scheduler(own), request_of(TOKENS * 6, TOKENS * 2)
+    allocator = scheduler.token_to_kv_pool_allocator
+    freed = []
+    for done, entered, dup in ((2, 1, range(1)), (4, 3, range(1, 1)), (6, 5, range(3, 5))):
+        request.extend_end = done * TOKENS
+        push.begin(scheduler, batch_of(request))
+        push.end()
+        with push.entering(scheduler, request):
+            scheduler.checkpoint(dup.stop, own, start=dup.start)
+        request.kv.cache_protected_len = entered * TOKENS
+        freed.append([*allocator.freed])
+        if done < len(own):
+            ids = array("q", own[done - 2 : done])
+            source.prefill_rooms.send(ROOM, done - 2, ids, [], None)
+    assert freed == [[], [], [5]]
+    source.prefill_rooms.close(ROOM)
+    assert allocator.freed == [5, 3, 11] and not source.failed
 
 
 def test_all_ranks_keep_the_same_pages_whatever_each_has_offered(closing: ExitStack) -> None:
