@@ -291,6 +291,8 @@ def test_closing_drops_what_waits_and_ends_what_runs(bench: Bench) -> None:
     bench.tiers.submit([write_back([0]), write_back([1]), write_back([2])])
     for _ in range(2):  # as many threads write
         assert bench.disk.entered.acquire(timeout=WAIT_S)
+    for _ in range(3):  # none of them waits for the other tier
+        assert bench.remote.entered.acquire(timeout=WAIT_S)
     threading.Timer(0.1, bench.disk.gate.set).start()
     bench.tiers.close()
     assert len(bench.tiers.poll()) == 2
