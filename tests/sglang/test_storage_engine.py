@@ -109,6 +109,7 @@ def test_a_storage_that_one_rank_cannot_use_is_attached_to_none() -> None:
     with attachable(tp=2) as running, socket.socket() as taken:
         taken.bind(("127.0.0.1", port + 1))  # of the second rank
         taken.listen()
+        managed(running, "POST", "/flush_cache?timeout=60")  # it warms up
         refusal = attach(running, cache_peers=peers)
         assert f"127.0.0.1:{port + 1}" in refusal and "on another rank" in refusal
         computed = ask_all(running)
