@@ -67,8 +67,11 @@ class Offers:
         """Add what there is to the instructions of a step. Blocks that have left their slots since
         they were noted, for instance by a hint, are left out."""
         offers, self._blocks = self._blocks, []
-        there = (offer for offer in offers if self._index.slot_of(*offer.block) == offer.slot)
-        work.served = [(offer.key, offer.slot) for offer in there]
+        work.served = [
+            (key, slot)
+            for key, slot, (group, block_hash) in offers
+            if self._index.slot_of(group, block_hash) == slot
+        ]
         work.withdraw, self._withdraw = self._withdraw, False
         work.dropped, self._dropped = self._dropped, []
         work.pages.update(self._pages)
