@@ -296,13 +296,14 @@ def start_agent(
     alone: bool = False,
     traced: bool = False,
     port: SharedPort | None = None,
+    reads: bool = True,
 ) -> HandoffAgent:
     """Start a worker's hand-off agent; it listens at ``address``, if given, with what else in this
     process has the same ``port``.
 
     ``deadline_s``: how long a read request may wait for an unknown transfer. ``alone``: this worker
     gets instructions of its own, so it renews leases and reports gauges itself. ``traced``: the
-    engine traces, so the agent keeps times of transfers.
+    engine traces, so the agent keeps times of transfers. ``reads``: it receives blocks, too.
 
     Raises:
         ConfigError: an address, key, certificate or transport that cannot be used.
@@ -310,7 +311,10 @@ def start_agent(
     path = page_path(settings, measures=True)
     memory = ProbedMemory(cache.memory, cache.device)
     with ExitStack() as undo:
-        transport = open_transport(settings, "handoff", port, path, memory)
+        serves = address is not None
+        transport = open_transport(
+            settings, "handoff", port, path, memory, reads=reads, serves=serves
+        )
         undo.callback(transport.close)
         found = None
         if address:

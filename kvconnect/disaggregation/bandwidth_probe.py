@@ -13,7 +13,7 @@ from collections.abc import Generator
 import torch
 
 from kvconnect.disaggregation.sessions import HandoffSession, HandoffSessions
-from kvconnect.disaggregation.staging import make_memory
+from kvconnect.disaggregation.staging import BUFFERS, make_memory
 from kvconnect.errors import ProtocolError, Refused
 from kvconnect.protocol.messages import Probe
 from kvconnect.protocol.reads import LAST_READ_ID, PROBE_READ_ID
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _BLOCK_BYTES = 64 << 10
 _ROUNDS = (array("q", range(16)), array("q", range(128)))
 """Blocks of each probe on one path. Only the last counts, since the first also sets up."""
-_RING_BYTES = 8 << 20  # staging buffers, for a cache on a device
+_RING_BYTES = 2 * BUFFERS << 20  # staging buffers of 1 MiB, for a cache on a device
 
 _UNIT = Unit(array("q", [0, 0, _BLOCK_BYTES]), 1, _BLOCK_BYTES)  # stride 0: always the same bytes
 
@@ -131,6 +131,7 @@ def _ids(session: HandoffSession) -> array[int]:
 
 def _choose_path(sessions: HandoffSessions, session: HandoffSession) -> None:
     meter = session.meter
+    sessions.measured(session)
     fastest = max(meter.paths, key=lambda path: meter.rates[path])
     if sessions.speaks_for_engine:
         for path, rate in meter.rates.items():

@@ -34,7 +34,8 @@ from kvconnect.types import Endpoint, FailureCause, Origin, Rank
 logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 60.0  # from connecting; enough for a few MiB over a very slow network
-_MOST_TCP_ONLY = 1024
+_MOST_PROBE_FAILURES = 1024
+_TCP_ONLY_AFTER = 2  # failures in a row; one may have another cause, such as the end of the peer
 _MOST_REFUSALS = 64
 _MOST_ENDED = 1024
 _UNKNOWN_RANK = Rank(0, 1, 0, 1)  # before the peer's Hello
@@ -110,7 +111,8 @@ class HandoffSessions(Sessions[HandoffSession]):
         self.ended = EndedSessions()
         self._origins: dict[PeerId, Origin] = {}
         self._peers: dict[Origin, PeerId] = {}
-        self._tcp_only: dict[Origin, None] = {}  # other paths broke in the probe; oldest first
+        # How often in a row a connection was lost while a path beside TCP was measured.
+        self._probe_failures: dict[Origin, int] = {}
 
     def set_identity(self, identity: Identity) -> None:
         """Greet peers with other weights from now on: end all sessions, so that they meet again."""
@@ -173,7 +175,7 @@ class HandoffSessions(Sessions[HandoffSession]):
             session.connected()
             session.address = session.name = event.address
             wanted = self.preference.transport
-            if wanted == "auto" and self._origins.get(event.peer) in self._tcp_only:
+            if wanted == "auto" and self._is_tcp_only(event.peer):
                 wanted = "tcp"
             session.meter.paths = event.paths if wanted == "auto" else (wanted,)
             if session.meter.paths[0] not in event.paths:
@@ -236,10 +238,7 @@ class HandoffSessions(Sessions[HandoffSession]):
             del self._peers[origin]
             self.ended.add(origin.endpoint)
             if session is not None and _failed_in_probe(session):
-                logger.warning(
-                    "%s: only tcp from now on, the other path failed in the probe", session.name
-                )
-                remember(self._tcp_only, origin, None, _MOST_TCP_ONLY)
+                self._count_probe_failure(origin, session.name)
         if session is not None:
             name = session.name or (str(origin.endpoint) if origin else "a peer")
             logger.warning("connection to %s ended: %s", name, refusal or event.reason)
@@ -248,6 +247,21 @@ class HandoffSessions(Sessions[HandoffSession]):
         if origin is not None and refusal:
             remember(self.ended.refusals, origin.endpoint, refusal, _MOST_REFUSALS)
         return origin, FailureCause.REFUSED if refusal else FailureCause.PEER
+
+    def measured(self, session: HandoffSession) -> None:
+        """All paths of an outbound session were measured."""
+        if len(session.meter.paths) > 1:
+            self._probe_failures.pop(self.origin(session), None)
+
+    def _is_tcp_only(self, peer: PeerId) -> bool:
+        origin = self._origins.get(peer)
+        return origin is not None and self._probe_failures.get(origin, 0) >= _TCP_ONLY_AFTER
+
+    def _count_probe_failure(self, origin: Origin, name: str) -> None:
+        count = self._probe_failures.get(origin, 0) + 1
+        remember(self._probe_failures, origin, count, _MOST_PROBE_FAILURES)
+        following = "only tcp from now on" if count >= _TCP_ONLY_AFTER else "it is tried once more"
+        logger.warning("%s: the other path failed in the probe: %s", name, following)
 
     def _begin(self, peer: PeerId, inbound: bool) -> None:
         rank = self.hello.rank

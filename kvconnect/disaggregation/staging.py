@@ -151,7 +151,8 @@ class _Ring:
     """The staging buffers of one direction, and the stream of their copies. Thread-safe.
 
     Who came first gets the next buffer, but a peer that has one does not get the last one: a slow
-    peer keeps its buffers for long, and others must not wait for it.
+    peer keeps its buffers for long, and others must not wait for it. Peers of one engine count each
+    for itself: as many slow ones as there are buffers take them all.
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:

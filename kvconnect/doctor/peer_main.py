@@ -51,8 +51,9 @@ def open_transport(
     return _registered(make_transport("tcp", security, options), memory), nixl_problem
 
 
-def _options(task: Task) -> ConnectionOptions:
-    return ConnectionOptions(local=ipaddress.ip_address(task.host).is_loopback)
+def _options(task: Task, *, reads: bool) -> ConnectionOptions:
+    local = ipaddress.ip_address(task.host).is_loopback
+    return ConnectionOptions(local=local, reads=reads, serves=not reads)
 
 
 def _registered(transport: Transport, memory: Memory) -> Transport:
@@ -67,7 +68,7 @@ def _registered(transport: Transport, memory: Memory) -> Transport:
 def read(task: Task) -> Result:
     """Connect to a source and measure it. Every failure is in the result."""
     result = Result()
-    options = _options(task)
+    options = _options(task, reads=True)
     transport: Transport | None = None
     try:
         buffer = make_buffer(task.device, task.sizes.buffer_bytes)
@@ -134,7 +135,7 @@ def serve(
         ConfigError: the address, the key, the certificates or the device cannot be used.
     """
     buffer = make_buffer(task.device, task.sizes.buffer_bytes)
-    transport, nixl_problem = open_transport(task, _options(task), buffer.memory)
+    transport, nixl_problem = open_transport(task, _options(task, reads=False), buffer.memory)
     with closing(transport):
         address = transport.listen(task.host, task.port)
         with closing(DoctorSource(transport, buffer, task.host)) as source:

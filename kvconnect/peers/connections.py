@@ -26,11 +26,18 @@ def page_path(settings: Settings, *, measures: bool) -> str:
 
 
 def open_transport(
-    settings: Settings, service: Service, port: SharedPort | None, path: str, memory: Memory
+    settings: Settings,
+    service: Service,
+    port: SharedPort | None,
+    path: str,
+    memory: Memory,
+    *,
+    reads: bool = True,
+    serves: bool = True,
 ) -> Transport:
     """Return the transport of a service for ``memory``, over a path as of :func:`page_path`;
     ``auto``: over every path that works here. ``port``: where the process listens for its other
-    services too; None if it has no other.
+    services too; None if it has no other. ``reads``, ``serves``: what the service does here.
 
     Raises:
         ConfigError: a key, certificate or transport that cannot be used.
@@ -44,6 +51,8 @@ def open_transport(
         stall_s=settings.deadline_s,
         service=service,
         port=port,
+        reads=reads,
+        serves=serves,
     )
     name = "tcp" if path == "tcp" else "nixl"
     transport = make_transport(name, security_of(settings), options)
@@ -54,5 +63,5 @@ def open_transport(
         if path != "auto":
             raise
         logger.info("pages go over tcp only: %s", error)
-        return open_transport(settings, service, port, "tcp", memory)
+        return open_transport(settings, service, port, "tcp", memory, reads=reads, serves=serves)
     return transport

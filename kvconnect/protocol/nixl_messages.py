@@ -46,12 +46,14 @@ _Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 class NixlOffer(msgspec.Struct, kw_only=True):
     """What one side has. ``metadata`` lets the other side reach its memory, so only the reader
     sends any. It is read only if the other fields fit: NIXL may crash on that of another
-    version."""
+    version. ``owner``: the worker that has the agent, and perhaps another one for the other
+    direction; workers of before that field send none."""
 
     backend: _Name
     version: Annotated[str, Meta(max_length=32, pattern=NO_CONTROLS)]
     agent: _Name
     metadata: Annotated[bytes, Meta(max_length=MAX_METADATA)]
+    owner: Annotated[str, Meta(max_length=64)] = ""
 
 
 class UnitLocation(msgspec.Struct, kw_only=True):
@@ -149,8 +151,8 @@ def mismatch(ours: NixlOffer, theirs: NixlOffer) -> str:
     NIXL 1.4 and 1.5 understand each other. An agent of 1.3 or older crashes on newer metadata, so
     versions that are not known to fit are not tried.
     """
-    if ours.agent == theirs.agent:
-        return "both sides are the same nixl agent: an engine that reads from itself"
+    if ours.agent == theirs.agent or (ours.owner and ours.owner == theirs.owner):
+        return "both sides are the same worker: an engine that reads from itself"
     if ours.backend != theirs.backend:
         return f"nixl backend {ours.backend} here, {theirs.backend} there: use the same"
     known = [_release(ours.version), _release(theirs.version)]

@@ -90,10 +90,13 @@ class ConnectedPair:
         return number, self.source.of(PeerUp)[-1].peer
 
     def until(self, done: Callable[[], object], what: str) -> None:
-        """Poll both sides until ``done``."""
+        """Poll both sides until ``done``. Who waits in vain is told why peers have ended."""
         deadline = time.monotonic() + _PATIENCE_S
         while not done():
-            require(time.monotonic() < deadline, f"waited {_PATIENCE_S} s for {what}")
+            if time.monotonic() >= deadline:
+                sides = (self.reader, self.source)
+                ends = [down.reason for side in sides for down in side.of(PeerDown)]
+                raise AssertionError(f"waited {_PATIENCE_S} s for {what}; ended peers: {ends}")
             self.reader.poll()
             self.source.poll()
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import socket
 import ssl
 import threading
 from typing import Any
 
-from kvconnect.changed_files import Changes
+from kvconnect.changed_files import Reread
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.addresses import parse_host
 from kvconnect.transport.base import Security
 from kvconnect.transport.security import Keys
-
-logger = logging.getLogger(__name__)
 
 _FIX = (
     "no one would have to prove anything there: set key_file (or tls_dir), "
@@ -32,25 +29,22 @@ class AccessPolicy:
 
     def __init__(self, security: Security) -> None:
         self.keys = Keys(security.key, security.key_file)
-        self._security = security
         files = [security.tls_cert, security.tls_key, security.tls_ca]
-        self._changes = Changes(files if any(files) else [])
-        self._contexts = _contexts(security) if any(files) else (None, None)
+        self._contexts: Reread[tuple[ssl.SSLContext | None, ssl.SSLContext | None]] = Reread(
+            files if any(files) else [],
+            lambda: _contexts(security) if any(files) else (None, None),
+            "the certificates stay as they were",
+            f"the certificates in {security.tls_cert} were read again",
+        )
         self._networks = [_network(text) for text in security.allowed]
         self._proven = bool(self.keys.current()[0]) or any(files)
 
     def tls(self, server: bool) -> ssl.SSLContext | None:
-        """Return the TLS context of a new connection, None without TLS. For one thread at a time.
+        """Return the TLS context of a new connection, None without TLS.
 
         Changed files are read again; if they cannot be used, the old certificates stay in use.
         """
-        if self._changes.found():
-            try:
-                self._contexts = _contexts(self._security)
-                logger.info("the certificates in %s were read again", self._security.tls_cert)
-            except ConfigError as error:
-                logger.error("the certificates stay as they were: %s", error)
-        return self._contexts[0 if server else 1]
+        return self._contexts.current()[0 if server else 1]
 
     def admits(self, host: str) -> bool:
         """Return whether connections with ``host`` are allowed; False if it is no IP address."""

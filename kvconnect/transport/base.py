@@ -243,6 +243,8 @@ class ConnectionOptions:
     max_peers: int = 256  # that connect to this worker
     backend: str = "UCX"  # NIXL's backend
     local: bool = False  # NIXL, which has no authentication, uses loopback only
+    reads: bool = True  # NIXL: has an agent that others write to
+    serves: bool = True  # NIXL: has an agent that writes to readers; it is never replaced
     digest: str = "sampled"
     heartbeat_s: float = 1.0
     dead_after_s: float = 5.0  # no answer from the other machine, or connecting

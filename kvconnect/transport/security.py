@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import stat
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvconnect.changed_files import Changes
+from kvconnect.changed_files import Reread
 from kvconnect.errors import ConfigError
 from kvconnect.secret_files import OTHERS_WRITE, check_owner, read_secret
 from kvconnect.settings import Settings
 from kvconnect.transport.base import Security
 from kvconnect.user_folders import key_folder
-
-logger = logging.getLogger(__name__)
 
 ALSO = ".also"
 """Suffix of the file beside a key file with another accepted key, while keys are changed."""
@@ -46,27 +42,21 @@ class Keys:
     """
 
     def __init__(self, key: bytes = b"", path: str = "") -> None:
-        self._lock = threading.Lock()
-        self._path = path
-        self._keys: tuple[bytes, tuple[bytes, ...]] = (key, ())
-        self._changes = Changes([path, path + ALSO] if path else [])
-        if path:
-            self._keys = self._read()
+        self._held: Reread[tuple[bytes, tuple[bytes, ...]]] = Reread(
+            [path, path + ALSO] if path else [],
+            lambda: _both(path) if path else (key, ()),
+            "the keys stay as they were",
+            f"the keys in {path} were read again",
+        )
 
     def current(self) -> tuple[bytes, tuple[bytes, ...]]:
         """Return the own key and the other accepted keys."""
-        with self._lock:
-            if self._changes.found():
-                try:
-                    self._keys = self._read()
-                    logger.info("the keys in %s were read again", self._path)
-                except ConfigError as error:
-                    logger.error("the keys stay as they were: %s", error)
-            return self._keys
+        return self._held.current()
 
-    def _read(self) -> tuple[bytes, tuple[bytes, ...]]:
-        also = self._path + ALSO
-        return read_key_file(self._path), (read_key_file(also),) if os.path.exists(also) else ()
+
+def _both(path: str) -> tuple[bytes, tuple[bytes, ...]]:
+    also = path + ALSO
+    return read_key_file(path), (read_key_file(also),) if os.path.exists(also) else ()
 
 
 def read_key(settings: Settings) -> bytes:

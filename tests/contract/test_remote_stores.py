@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from kvconnect import changed_files
+from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.testing.buffers import payload_of
 from kvconnect.testing.store import check_store
 from kvconnect.tiers.backends import BlockOutcome, Store, make_store
+from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 from kvconnect.tiers.backends.remote import RemoteStore, Server
 from tests.links import make_certificates
 from tests.servers import PASSWORD, Valkey
@@ -406,6 +408,33 @@ def test_what_is_left_of_a_batch_is_not_tried_on_a_broken_server() -> None:
     server.broken = True
     outcomes = put(store, [b"%d" % number for number in range(24)], 1 << 20)
     assert outcomes == [BlockOutcome.FAILED] * 8 + [BlockOutcome.UNAVAILABLE] * 16
+
+
+class HalfWay(Counting):
+    """Fails after the first value of an exchange while it is broken."""
+
+    one_by_one = True
+
+    def store(self, names: Sequence[str], values: Sequence[memoryview]) -> list[BlockOutcome]:
+        if self.broken:
+            self.values[names[0]] = bytes(values[0])
+        return super().store(names, values)
+
+
+def test_a_block_of_which_a_part_came_is_not_taken_for_stored() -> None:
+    server, now = HalfWay(), [0.0]
+    remote = RemoteStore(server, "p", b"f", lambda: now[0])
+    units = [HeadUnit(0, ((0, 4000),)), HeadUnit(1, ((4000, 1000),))]
+    store = HeadShardedStore(remote, [units], lambda _: 0)
+    server.broken = True
+    assert put(store, [b"a"]) == [BlockOutcome.FAILED]
+    server.broken = False
+    now[0] = 60.0
+    assert store.exists([b"a"]) == [5000], "its first part could not be removed"
+    assert store.exists_whole([b"a"]) == [0]
+    assert put(store, [b"a"]) == [OK]
+    assert store.exists_whole([b"a"]) == [5000]
+    assert get(store, [b"a"]) == [OK]
 
 
 @pytest.mark.parametrize(

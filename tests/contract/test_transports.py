@@ -178,3 +178,12 @@ def test_a_wrong_transport_is_noticed(
 def test_a_failed_check_is_named() -> None:
     with pytest.raises(AssertionError, match="check_messages: messages were changed or reordered"):
         check_transport(Reordering)
+
+
+def test_who_waits_in_vain_is_told_why_peers_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with checks.pair(InprocTransport) as link:
+        link.source.transport.submit(Disconnect(link.of_source, "enough"))
+        link.until_down()
+        monkeypatch.setattr(checks, "_PATIENCE_S", 0.0)
+        with pytest.raises(AssertionError, match=r"for what never comes; ended peers: .*'enough'"):
+            link.until(lambda: False, "what never comes")

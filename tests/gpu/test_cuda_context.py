@@ -53,7 +53,7 @@ def test_every_thread_of_nixl_has_a_context(monkeypatch: pytest.MonkeyPatch) -> 
     torch.zeros(8, device=DEVICE)
     seen: list[bool] = []
 
-    def start(*_: object, local: bool) -> SimpleNamespace:
+    def start(*_: object, local: bool, owner: str) -> SimpleNamespace:
         seen.append(has_context())
         return SimpleNamespace(offer=SimpleNamespace(), close=lambda: seen.append(has_context()))
 

@@ -74,12 +74,10 @@ def make_handoffs(
     area = translate.backing_area(kv_caches)
     memory = make_memory(area)
     found = WorkerCache(hello, pages, memory, area.device)
-    traced = translate.is_traced(vllm_config)
-    start = partial(
-        start_agent, settings, found, deadline_s=settings.deadline_s, traced=traced, port=port
-    )
+    traced, reads = translate.is_traced(vllm_config), transfer.is_kv_consumer
+    start = partial(start_agent, settings, found, traced=traced, port=port, reads=reads)
     try:
-        return start(address)
+        return start(address, settings.deadline_s)
     except NoLocalKey as error:
         if transfer.kv_role != "kv_both":
             raise
@@ -89,7 +87,7 @@ def make_handoffs(
         if former is None or error.field != "listen":
             raise
         logger.error("the caches are back, but %s; until it sleeps again, nobody reads here", error)
-        return start(None)
+        return start(None, settings.deadline_s)
 
 
 def _address(vllm_config: VllmConfig, settings: Settings) -> tuple[str, int]:

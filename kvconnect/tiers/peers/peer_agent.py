@@ -351,7 +351,8 @@ def start_agent(
         logger.warning(text, "remove it, set serve in cache_peers, and set listen to IP:PORT")
         port = None
     path = page_path(settings, measures=False)
-    transport = open_transport(settings, "share", port, path, ArenaMemory(blocks.host))
+    memory = ArenaMemory(blocks.host)
+    transport = open_transport(settings, "share", port, path, memory, serves=options.serves)
     with ExitStack() as undo:
         undo.callback(transport.close)
         agent = PeerAgent(options, transport, blocks, settings.wait_s, number, path == "nixl")

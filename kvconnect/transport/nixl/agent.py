@@ -50,14 +50,17 @@ class NixlAgent:
     """A NIXL agent with registered memory. All methods are for one thread, which needs a CUDA
     context if a region is on a device.
 
-    ``offer`` is sent in the greeting. ``local``: other machines cannot reach the agent.
+    ``offer`` is sent in the greeting. ``local``: other machines cannot reach the agent. ``owner``:
+    see :class:`NixlOffer`.
 
     Raises:
         ConfigError: NIXL, its backend or this memory cannot be used; the message says why.
         Misuse: a region is on a device and the calling thread has no CUDA context.
     """
 
-    def __init__(self, backend: str, areas: Sequence[MemoryRegion], *, local: bool) -> None:
+    def __init__(
+        self, backend: str, areas: Sequence[MemoryRegion], *, local: bool, owner: str = ""
+    ) -> None:
         if any(area.device >= 0 for area in areas) and not has_context():
             raise Misuse("NIXL is started in a thread that has no CUDA context")
         package = find_package(sys.modules.get("torch"), any(a.device >= 0 for a in areas))
@@ -88,6 +91,7 @@ class NixlAgent:
                 version=_version(package),
                 agent=name,
                 metadata=self._agent.getLocalMD(),
+                owner=owner,
             )
         except self._errors as error:
             raise ConfigError("transport", package, f"NIXL does not start: {error}") from error

@@ -58,7 +58,9 @@ class InboundWrites:
         self._closed = False
         self._reads: dict[int, _InboundRead] = {}
         self._ended: dict[int, None] = {}  # cancelled reads, oldest first
-        # For the worker's inbound thread: lists of units, and whether they were sent to the source.
+        self._last_path = ""  # of the last order
+        self._agent_lost = ""  # why the source has no agent to write to any more
+        # For the worker's second thread: lists of units, and whether they were sent to the source.
         self._units: list[tuple[Sequence[Unit], bool]] = []
 
     def settle(self, period: int) -> None:
@@ -73,13 +75,15 @@ class InboundWrites:
         with self._lock:
             if self._closed:
                 return
+            if self._agent_lost and not read.over_tcp:
+                self._context.fail(self._agent_lost)
+                return
+            self._last_path = order.path
             self._reads[order.read_id] = read
         if read.over_tcp:
             self._tell_source(read, None)
         else:
-            self._worker.prepare(
-                "inbound", partial(self._send_destinations, read), self._context.fail
-            )
+            self._worker.prepare(partial(self._send_destinations, read), self._context.fail)
 
     def cancel(self, number: int) -> bool:
         """End a read; ``Drained`` follows. Return False if the read is not known."""
@@ -92,6 +96,7 @@ class InboundWrites:
             read.stopped = not read.exposed
             if not read.stopped:
                 read.waits.enter_context(self._context.watch.over(number, 0))
+                self._context.watch.shorten(number)
         if read.over_tcp:
             self._context.tcp.cancel(number)
         # Sent even if the source has no destinations, so that it drops the orders it holds.
@@ -134,6 +139,16 @@ class InboundWrites:
         self._worker.call(
             lambda _: self._worker.watch(partial(self._check_notification, read, written, waiting))
         )
+
+    def on_agent_lost(self, reason: str) -> bool:
+        """The agent that the source writes to has ended. Return whether the connection can do
+        without it: its pages go over TCP. The next order for NIXL ends the connection."""
+        with self._lock:
+            uses = any(not read.over_tcp for read in self._reads.values())
+            if uses or self._last_path != "tcp":
+                return False
+            self._agent_lost = reason
+            return True
 
     def close(self) -> bool:
         """End all reads; return whether the source may still write to one."""
@@ -236,7 +251,7 @@ class InboundWrites:
             self._context.fail(str(error))
             return True
         waiting.close()
-        self._worker.prepare("inbound", partial(self._verify, read, written), self._context.fail)
+        self._worker.prepare(partial(self._verify, read, written), self._context.fail)
         return True
 
     def _verify(self, read: _InboundRead, written: PagesWritten) -> None:

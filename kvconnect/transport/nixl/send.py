@@ -200,7 +200,7 @@ class OutboundWrites:
             self._context.tcp.submit(order)
             return
         work = partial(self._prepare, _WriteRequest(read, order))
-        self._worker.prepare("outbound", work, self._context.fail)
+        self._worker.prepare(work, self._context.fail)
 
     def _prepare(self, request: _WriteRequest) -> None:
         """Compute an order's writes and queue them, once its fence has passed."""

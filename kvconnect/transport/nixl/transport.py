@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -44,12 +45,17 @@ class NixlTransport(Transport):
     Connections, messages and pages on the path ``tcp`` are those of the TCP transport. On the path
     ``nixl`` the source writes into memory that the reader named; the reader may use a block again
     once the source reports the end of its writes, or once the reader's NIXL agent has ended.
+
+    Each direction has an agent of its own, so that the end of the one that others write to ends
+    nothing that is written from here. Who reads knows nothing of the one that writes.
     """
 
     def __init__(self, security: Security, options: ConnectionOptions) -> None:
         self._tcp = TcpTransport(security, options)
         self._options = options
-        self._worker: NixlWorker | None = None
+        self._owner = secrets.token_hex(8)
+        self._receiving: NixlWorker | None = None
+        self._sending: NixlWorker | None = None
 
     def register(self, memory: Memory) -> None:
         """See the base class.
@@ -58,9 +64,17 @@ class NixlTransport(Transport):
             ConfigError: NIXL, its backend or this memory cannot be used.
         """
         self._tcp.register(memory)
-        options = self._options
-        self._worker = NixlWorker(options.backend, memory.regions(), local=options.local)
-        self._tcp.add_page_path(partial(NixlPath, self._worker))
+        options, regions = self._options, memory.regions()
+        make = partial(NixlWorker, options.backend, regions, local=options.local, owner=self._owner)
+        self._receiving = make() if options.reads else None
+        self._sending = make() if options.serves else None
+        self._tcp.add_page_path(self._path)
+
+    def _path(self, context: ConnectionContext) -> NixlPath | None:
+        """Return a new connection's path; None if its direction has no agent. The side that
+        connects is the reader."""
+        worker = self._sending if context.inbound else self._receiving
+        return NixlPath(worker, context) if worker else None
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
         return self._tcp.listen(host, port)
@@ -81,9 +95,12 @@ class NixlTransport(Transport):
         self._tcp.cancel(peer, read_id)
 
     def close(self) -> None:
+        workers = [worker for worker in (self._receiving, self._sending) if worker]
+        for worker in workers:
+            worker.retire()
         self._tcp.close()
-        if self._worker:
-            self._worker.close()
+        for worker in workers:
+            worker.close()
 
 
 Order = IncomingPages | OutgoingPages
@@ -209,5 +226,7 @@ class NixlPath:
         return nixl_messages.mismatch(self._offer, nixl_messages.decode_offer(theirs))
 
     def _lost(self, reason: str) -> None:
-        if self._usable is not False:
+        if self._usable is False:
+            return
+        if self._context.inbound or not self._inbound.on_agent_lost(reason):
             self._context.fail(reason)

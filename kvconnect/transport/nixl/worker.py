@@ -1,8 +1,8 @@
-"""Threads that all NIXL paths of one transport share.
+"""Threads of one NIXL agent, which all NIXL paths of one direction share.
 
 One thread makes every call into NIXL, which is not thread-safe, and polls the writes under way:
-every 50 us at first, every millisecond later, never while there are none. Two more threads, one per
-direction, do slow work: wait for the device, compute addresses, hash pages.
+every 50 us at first, every millisecond later, never while there are none. Another does slow work:
+waits for the device, computes addresses, hashes pages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 from kvconnect.cuda import CudaContext
 from kvconnect.errors import ConfigError, KVConnectError, contained
@@ -31,8 +30,6 @@ Step = Callable[[NixlAgent], None]
 Check = Callable[[NixlAgent], bool]
 """Returns whether the operation has ended, so that it is not polled again."""
 
-WorkQueue = Literal["outbound", "inbound"]
-
 
 def _nothing() -> None:
     """Do nothing."""
@@ -48,23 +45,21 @@ class NixlWorker:
         ConfigError: NIXL cannot be used.
     """
 
-    def __init__(self, backend: str, areas: Sequence[MemoryRegion], *, local: bool) -> None:
-        self._start = partial(NixlAgent, backend, areas, local=local)
+    def __init__(
+        self, backend: str, areas: Sequence[MemoryRegion], *, local: bool, owner: str = ""
+    ) -> None:
+        self._start = partial(NixlAgent, backend, areas, local=local, owner=owner)
         self._enter = _context_of(areas)
         self._enter()
         self._agent = self._start()
         self.offer: NixlOffer | None = self._agent.offer
         self._changed = threading.Condition()
         self._steps: deque[tuple[Step, Callable[[], None]]] = deque()
-        self._work: dict[WorkQueue, deque[Callable[[], None]]] = {
-            "outbound": deque(),
-            "inbound": deque(),
-        }
+        self._work: deque[Callable[[], None]] = deque()
         self._checks: list[Check] = []
         self._on_lost: list[Callable[[str], None]] = []
-        self._closing = self._dead = False
-        turns: dict[str, Callable[[], None]] = {"agent": self._move}
-        turns |= {queue_name: partial(self._prepare, queue_name) for queue_name in self._work}
+        self._retired = self._closing = self._dead = False
+        turns = {"agent": self._move, "work": self._prepare}
         self._threads = [
             make(ThreadKind.NIXL, f"kvconnect-nixl-{name}", partial(self._run, turn))
             for name, turn in turns.items()
@@ -86,13 +81,11 @@ class NixlWorker:
         """Poll ``check`` until it returns True. Only steps and checks may call this."""
         self._checks.append(check)
 
-    def prepare(
-        self, queue_name: WorkQueue, work: Callable[[], None], failed: Callable[[str], None]
-    ) -> None:
-        """Run slow work on a queue's thread, in the order of calls; ``failed`` gets the reason if
+    def prepare(self, work: Callable[[], None], failed: Callable[[str], None]) -> None:
+        """Run slow work on its own thread, in the order of calls; ``failed`` gets the reason if
         the work raises."""
         with self._changed:
-            self._work[queue_name].append(partial(_guarded, work, failed))
+            self._work.append(partial(_guarded, work, failed))
             self._changed.notify_all()
 
     def join(self, lost: Callable[[str], None]) -> NixlOffer | None:
@@ -119,6 +112,11 @@ class NixlWorker:
         """
         self.call(partial(self._replace, exposed, reason), done)
 
+    def retire(self) -> None:
+        """The transport closes: an agent that ends from now on gets no successor, which would
+        register all memory once more."""
+        self._retired = True
+
     def close(self) -> None:
         """End the threads and the agent. Idempotent."""
         with self._changed:
@@ -130,16 +128,20 @@ class NixlWorker:
     def _replace(self, exposed: NixlOffer | None, reason: str, agent: NixlAgent) -> None:
         if agent.offer is not exposed:
             return  # replaced already: several peers were lost together
-        logger.warning("starting a new NIXL agent: %s", reason)
         self._checks.clear()
         agent.close()
+        offer = None if self._retired else self._restart(reason)
+        self._report_lost(offer, f"its NIXL agent was replaced: {reason}")
+
+    def _restart(self, reason: str) -> NixlOffer | None:
+        """Start a new agent and return its offer, None if it does not start."""
+        logger.warning("starting a new NIXL agent: %s", reason)
         try:
             self._agent = self._start()
-            offer: NixlOffer | None = self._agent.offer
         except KVConnectError as error:
             logger.error("NIXL is not used any more: %s", error)
-            offer = None
-        self._report_lost(offer, f"its NIXL agent was replaced: {reason}")
+            return None
+        return self._agent.offer
 
     def _report_lost(self, offer: NixlOffer | None, reason: str) -> None:
         with self._changed:
@@ -197,14 +199,13 @@ class NixlWorker:
                     self._steps.appendleft((step, done))
         done()
 
-    def _prepare(self, queue_name: WorkQueue) -> None:
-        queue = self._work[queue_name]
+    def _prepare(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: queue or self._closing)
+                self._changed.wait_for(lambda: self._work or self._closing)
                 if self._closing:
                     return
-                work = queue.popleft()
+                work = self._work.popleft()
             work()
 
 

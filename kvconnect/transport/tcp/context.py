@@ -27,7 +27,7 @@ class TransportContext:
     events: EventQueue
     loop: EventLoop
     memory: Memory | None = None
-    make_page_path: Callable[[ConnectionContext], PagePath] | None = None
+    make_page_path: Callable[[ConnectionContext], PagePath | None] | None = None
 
     def pages(self) -> Memory:
         """Return the registered memory; :class:`Misuse` if there is none."""

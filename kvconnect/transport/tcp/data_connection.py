@@ -113,7 +113,8 @@ class DataConnection:
                     sequence, order.read_id, order.number, frame.first, count, nbytes, period
                 )
                 with self._queue.watch.over(order.read_id, nbytes) as moving:
-                    sent = self._send(frame, header, moving)
+                    # The read may have been cancelled while the frame was at its fence.
+                    sent = not self._queue.dropped(frame) and self._send(frame, header, moving)
                 if sent:
                     self._queue.sent(frame)
                     sequence += 1
@@ -170,6 +171,8 @@ class DataConnection:
                 if target and target.fence:
                     target.fence.wait()
                 with self._queue.watch.over(header.read_id, header.nbytes) as moving:
+                    if target and target.stop[0]:  # cancelled before there was a deadline
+                        self._queue.watch.shorten(header.read_id)
                     self._receive(header, target, moving, started)
 
     def _receive(

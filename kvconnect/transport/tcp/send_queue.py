@@ -138,10 +138,12 @@ class SendQueue:
                 self._expected[order.read_id] = _Expected(order, bytearray(1))
 
     def _frame_blocks(self, order: OutgoingPages) -> int:
-        share = len(order.ids) * order.unit.block_bytes // self._connections
+        size = order.unit.block_bytes
+        share = len(order.ids) * size // self._connections
         most = MIN_FRAME_BYTES if self._waits_for else self._most_bytes()
         frame_bytes = min(max(share, MIN_FRAME_BYTES), most)
-        return max(1, -(-frame_bytes // order.unit.block_bytes))
+        # A share is rounded up, a limit down: a staging buffer has room for no more than that.
+        return max(1, min(-(-frame_bytes // size), most // size))
 
     def cancel(self, read_id: int) -> None:
         """Drop a read's queued frames and discard the rest; emits ``Drained`` at the end."""

@@ -82,8 +82,8 @@ class TcpTransport(Transport):
             raise Misuse("the memory is registered already")
         self._shared.memory = memory
 
-    def add_page_path(self, make: Callable[[ConnectionContext], PagePath]) -> None:
-        """Give every new peer a second path for pages, made by ``make``."""
+    def add_page_path(self, make: Callable[[ConnectionContext], PagePath | None]) -> None:
+        """Give every new peer a second path for pages, if ``make`` returns one."""
         self._shared.make_page_path = make
 
     def listen(self, host: str, port: int) -> tuple[str, int]:

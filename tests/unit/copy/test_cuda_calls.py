@@ -106,7 +106,7 @@ class Recorder:
 
     contexts: ClassVar[list[bool]] = []
 
-    def __init__(self, backend: str, areas: object, *, local: bool) -> None:
+    def __init__(self, backend: str, areas: object, *, local: bool, owner: str) -> None:
         self.contexts.append(has_context())
         self.offer = SimpleNamespace()
 
@@ -115,24 +115,22 @@ class Recorder:
 
 
 def contexts_of_a_nixl_worker(monkeypatch: pytest.MonkeyPatch, device: int) -> list[bool]:
-    """Return who had a context: an agent's first start and steps, work of both halves, and the
-    start of an agent in another one's place."""
+    """Return who had a context: an agent's first start and steps, slow work, and the start of an
+    agent in another one's place."""
     monkeypatch.setattr(nixl_worker, "NixlAgent", Recorder)
     monkeypatch.setattr(Recorder, "contexts", [])
     worker = in_new_thread(
         lambda: NixlWorker("UCX", [MemoryRegion(0, 8), MemoryRegion(0, 8, device)], local=True)
     )
     seen = Recorder.contexts
-    halves: tuple[nixl_worker.WorkQueue, ...] = ("outbound", "inbound")
-    for half in halves:
-        done = threading.Event()
+    done = threading.Event()
 
-        def work(done: threading.Event = done) -> None:
-            seen.append(has_context())
-            done.set()
+    def work() -> None:
+        seen.append(has_context())
+        done.set()
 
-        worker.prepare(half, work, pytest.fail)
-        assert done.wait(60)
+    worker.prepare(work, pytest.fail)
+    assert done.wait(60)
     over = threading.Event()
     worker.call(lambda agent: seen.append(has_context()))
     worker.renew(worker.offer, "a test", over.set)
@@ -145,7 +143,7 @@ def test_every_thread_of_nixl_has_the_context_of_the_cache(
     stub: StubDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = contexts_of_a_nixl_worker(monkeypatch, device=1)
-    assert len(seen) == 7 and all(seen)
+    assert len(seen) == 6 and all(seen)
 
 
 def test_without_entering_no_thread_of_nixl_has_one(

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvconnect.disaggregation import bandwidth_probe
 from kvconnect.disaggregation.decode_executor import DecodeExecutor
 from kvconnect.disaggregation.messages import DisaggregationInstructions, Keep, PrefillSource
 from kvconnect.disaggregation.sessions import HandoffSession, HandoffSessions, PathPreference
@@ -18,9 +19,18 @@ from kvconnect.protocol import messages
 from kvconnect.protocol.hello import REFUSAL_FIELDS
 from kvconnect.protocol.identity import Identity, Weights
 from kvconnect.protocol.messages import Decline, GroupHello, HandoffHello, Reject, Renew
+from kvconnect.protocol.reads import PROBE_READ_ID
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.testing.inproc import InprocTransport
-from kvconnect.transport.base import Disconnect, Event, PeerDown, PeerId, PeerMessage, PeerUp
+from kvconnect.transport.base import (
+    Disconnect,
+    Event,
+    PagesReceived,
+    PeerDown,
+    PeerId,
+    PeerMessage,
+    PeerUp,
+)
 from kvconnect.types import Endpoint, FailureCause, Origin, Rank, TransferId
 
 GROUP = GroupHello(
@@ -92,15 +102,49 @@ def test_no_pages_move_before_the_path_is_chosen() -> None:
     assert links.get_or_connect(ORIGIN) is link
 
 
-@pytest.mark.parametrize(("measured", "paths"), [({"tcp": 1e9}, ("tcp",)), ({}, ("tcp", "nixl"))])
-def test_a_path_that_breaks_while_it_is_measured_is_not_tried_again(
-    measured: dict[str, float], paths: tuple[str, ...]
-) -> None:
-    links, _ = make_links()
-    link = connected(links)
+def lose(links: HandoffSessions, link: HandoffSession, **measured: float) -> tuple[str, ...]:
+    """Lose a connection that has measured some paths; return what the next one measures."""
     link.meter.rates.update(measured)
     links.on_down(PeerDown(link.peer, "stalled"))
-    assert connected(links).meter.paths == paths
+    return connected(links).meter.paths
+
+
+def current(links: HandoffSessions) -> HandoffSession:
+    (link,) = links
+    return link
+
+
+def test_a_path_that_breaks_twice_while_it_is_measured_is_not_tried_again() -> None:
+    """Once may have had another cause, such as the end of the peer."""
+    links, _ = make_links()
+    assert lose(links, connected(links), tcp=1e9) == ("tcp", "nixl")
+    assert lose(links, current(links), tcp=1e9) == ("tcp",)
+    current(links).meter.path = "tcp"
+    assert lose(links, current(links), tcp=1e9) == ("tcp",)
+
+
+def test_connections_that_are_lost_before_any_measurement_say_nothing_of_the_path() -> None:
+    links, _ = make_links()
+    connected(links)
+    for _ in range(3):
+        assert lose(links, current(links)) == ("tcp", "nixl")
+
+
+def test_a_path_that_was_measured_in_between_is_tried_again() -> None:
+    links, _ = make_links()
+    assert lose(links, connected(links), tcp=1e9) == ("tcp", "nixl")
+    link = current(links)
+    for probe, path in enumerate(("tcp", "tcp", "nixl", "nixl")):
+        assert not link.meter.path
+        number = PROBE_READ_ID + probe
+        blocks = 16 if probe % 2 == 0 else 128
+        size = blocks * (64 << 10)
+        event = PagesReceived(link.peer, number, 0, 0, blocks, (), size, 1.0)
+        assert bandwidth_probe.on_event(links, link, event) == (probe == 3)
+        assert path in link.meter.rates
+    assert lose(links, link) == ("tcp", "nixl")
+    assert lose(links, current(links), tcp=1e9) == ("tcp", "nixl")
+    assert lose(links, current(links), tcp=1e9) == ("tcp",)
 
 
 def test_a_connection_that_was_chosen_and_lost_is_measured_anew() -> None:

@@ -29,7 +29,7 @@ from tests.links import NIXL_QUICK, OPEN, tcp
 
 torch = pytest.importorskip("torch")
 
-from kvconnect.disaggregation.staging import BUFFERS, StagedMemory  # noqa: E402
+from kvconnect.disaggregation.staging import BUFFERS, RING_BYTES, StagedMemory  # noqa: E402
 
 BLOCK = 64 << 10
 UNIT = Unit(array("q", [0, 0, BLOCK]), 1, BLOCK)  # always the same bytes: orders of any size
@@ -175,6 +175,10 @@ def test_a_device_sends_short_frames(kind: type[StagedMemory]) -> None:
         largest = max(event.nbytes for event in reader.of(PagesReceived))
         short = largest == MAX_STAGED_FRAME_BYTES
         assert short == (kind is OnDevice)
+
+
+def test_a_short_frame_fits_into_a_buffer() -> None:
+    assert RING_BYTES // (2 * BUFFERS) >= MAX_STAGED_FRAME_BYTES
 
 
 @contextmanager

@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 
 from kvconnect import copy  # noqa: E402
 from kvconnect.copy.wire_blocks import BlockCopier  # noqa: E402
-from kvconnect.disaggregation import staging  # noqa: E402
+from kvconnect.disaggregation import bandwidth_probe, staging  # noqa: E402
 from kvconnect.disaggregation.staging import BUFFERS, HostMemory, StagedMemory, make_memory  # noqa: E402
 from kvconnect.errors import Incompatible  # noqa: E402
 from tests.fakes.cuda_driver import FakeDriver  # noqa: E402
@@ -300,6 +300,14 @@ def test_one_that_finds_no_room_waits_for_it() -> None:
     assert b"".join(got) == source.read(unit, ids)
     for call in held:
         call.close()
+
+
+def test_a_probe_moves_pieces_of_a_mebibyte() -> None:
+    """Smaller ones would say less of what hand-offs get."""
+    unit, ids = bandwidth_probe._UNIT, bandwidth_probe._ROUNDS[-1]
+    area = torch.empty(unit.block_bytes, dtype=torch.uint8)
+    memory = StagedMemory(area, bandwidth_probe._RING_BYTES)
+    assert [len(piece.ids) for piece in memory.outgoing(unit, ids)] == [16] * 8
 
 
 def test_only_a_device_needs_staging() -> None:

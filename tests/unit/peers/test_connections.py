@@ -77,3 +77,18 @@ def test_nixl_that_does_not_work_is_done_without_unless_it_is_asked_for(
     assert [each.name for each in made] == tried
     assert all(each.options.service == "share" for each in made)
     assert [each.closed for each in made] == [not each.works for each in made]
+
+
+@pytest.mark.parametrize("works", [True, False])
+@pytest.mark.parametrize(("reads", "serves"), [(True, False), (False, True)])
+def test_a_transport_is_told_what_it_is_used_for(
+    reads: bool, serves: bool, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(name: str, _: Security, options: ConnectionOptions) -> Made:
+        return Made(name, options, works or name == "tcp")
+
+    monkeypatch.setattr(connections, "make_transport", make)
+    memory = PageMemory(1 << 12, seed=1)
+    made = open_transport(Settings(), "handoff", None, "auto", memory, reads=reads, serves=serves)
+    assert isinstance(made, Made)
+    assert (made.options.reads, made.options.serves) == (reads, serves)

@@ -5,35 +5,28 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import threading
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 
 from kvconnect.protocol.auth import NONCE_BYTES, ClientAuth, Opening
-from kvconnect.protocol.codec import MessageReader, pack_greeting, pack_message
-from kvconnect.protocol.frames import FrameHeader, pack_header
-from kvconnect.testing.page_memory import plain_unit
+from kvconnect.protocol.codec import MessageReader, pack_message
 from kvconnect.testing.proxy import FaultProxy
-from kvconnect.testing.transport import ConnectedPair, Side
+from kvconnect.testing.transport import ConnectedPair
 from kvconnect.transport.base import (
-    Drained,
     IncomingPages,
     MessageReceived,
-    OutgoingPages,
     PagesReceived,
     PeerDown,
-    PeerId,
     PeerMessage,
     PeerUp,
 )
-from kvconnect.transport.tcp import listener, stall_watchdog
+from kvconnect.transport.tcp import listener
 from kvconnect.transport.tcp.control_connection import MAX_QUEUED_BYTES
 from tests.links import outcome, result, side, threads_after_close, through_proxy
+from tests.raw_peer import UNIT, RawPeer, frame, raw_peer, reason, wait_for
 
-UNIT = plain_unit(64 << 10)
 PAGES = 64  # 4 MiB
 
 
@@ -148,95 +141,7 @@ def test_a_slow_link_is_only_slow() -> None:
         assert not pair.reader.of(PeerDown)
 
 
-def test_a_cancelled_transfer_over_a_slow_link_lands_nowhere_after_quiet() -> None:
-    with through_proxy(connections=1) as (pair, proxy):
-        proxy.rate(10e6, "down")
-        move(pair)
-        pair.until(lambda: any(pair.reader.memory.data), "the first page")
-        pair.reader.transport.cancel(pair.of_reader, 1)
-        pair.until(lambda: pair.reader.of(Drained), "the reader's Drained")
-        pair.reader.memory.data[:] = bytes(len(pair.reader.memory.data))
-        proxy.clear()
-        pair.check_works(2)  # on the same connection, so behind the rest of the frame
-        assert not any(pair.reader.memory.data[64:])
-
-
 # The other side -----------------------------------------------------------------------------------
-
-
-class RawPeer:
-    """A client that speaks the protocol by hand, and may go on wrongly."""
-
-    def __init__(self, address: tuple[str, int], connections: int = 1, key: bytes = b"") -> None:
-        session = os.urandom(16)
-        self.control = self.dial(address, Opening("control", session, 0, connections), key)
-        self.data = [
-            self.dial(address, Opening("data", session, number, connections), key)
-            for number in range(connections)
-        ]
-
-    def dial(self, address: tuple[str, int], opening: Opening, key: bytes) -> socket.socket:
-        sock = socket.create_connection(address, timeout=10)
-        auth = ClientAuth(key, opening, os.urandom(NONCE_BYTES))
-        sock.sendall(auth.start())
-        while not auth.done:
-            got = sock.recv(1)
-            assert got, "rejected"
-            sock.sendall(auth.feed(got))
-        return sock
-
-    def greet(self) -> None:
-        self.control.sendall(pack_message(pack_greeting(0)))
-
-    def beat(self) -> None:
-        self.control.sendall(pack_message(b""))
-
-    def is_cut_off(self) -> bool:
-        """Wait until the other side has closed the control connection."""
-        try:
-            while self.control.recv(1 << 16):
-                pass
-        except ConnectionError:
-            return True
-        return True
-
-    def close(self) -> None:
-        for sock in (self.control, *self.data):
-            sock.close()
-
-
-@contextmanager
-def raw_peer(connections: int = 1, **options: object) -> Iterator[tuple[RawPeer, Side, PeerId]]:
-    """A victim that has one raw peer, both up; frames have no digests."""
-    with side(digest="off", **options) as victim:
-        raw = RawPeer(victim.transport.listen("127.0.0.1", 0), connections)
-        raw.greet()
-        wait_for(victim, lambda: victim.of(PeerUp))
-        try:
-            yield raw, victim, victim.of(PeerUp)[0].peer
-        finally:
-            raw.close()
-
-
-def wait_for(victim: Side, done: Callable[[], object]) -> None:
-    for _ in range(1000):
-        if done():
-            return
-        victim.poll()
-    raise AssertionError(f"still waiting, seen: {victim.seen}")
-
-
-def reason(victim: Side) -> str:
-    wait_for(victim, lambda: victim.of(PeerDown))
-    (down,) = victim.of(PeerDown)
-    return down.reason
-
-
-def frame(**changes: int) -> bytes:
-    sound = FrameHeader(
-        0, read_id=1, unit=0, first=0, count=1, nbytes=UNIT.block_bytes, digest_period=0
-    )
-    return pack_header(sound._replace(**changes))
 
 
 @pytest.mark.parametrize(
@@ -275,125 +180,6 @@ def test_a_repeated_frame_is_refused() -> None:
         wait_for(victim, lambda: victim.of(PagesReceived))
         raw.data[0].sendall(page)
         assert "frame 0, expected 1" in reason(victim)
-
-
-def test_a_frame_that_stops_half_way_is_given_up() -> None:
-    with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=8 << 20) as (raw, victim, peer):
-        ids = array("q", range(PAGES))
-        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
-        raw.data[0].sendall(frame() + bytes(1000))
-        assert "stalled" in reason(victim)
-        assert not victim.of(PagesReceived)
-
-
-def test_a_reader_that_does_not_read_is_given_up() -> None:
-    with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=64 << 20) as (_, victim, peer):
-        ids = array("q", range(1024))
-        victim.transport.submit(OutgoingPages(peer, 1, 0, UNIT, 0, ids))
-        assert "stalled" in reason(victim)
-
-
-class Trickle:
-    """Sends what keeps a raw peer's data connection from stalling, and no more."""
-
-    def __init__(self, raw: RawPeer) -> None:
-        self._raw = raw
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with suppress(OSError):
-            while not self._over.wait(0.05):
-                self._raw.data[0].sendall(b"x")
-                self._raw.beat()
-
-
-def test_a_frame_that_trickles_in_is_given_up() -> None:
-    with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=8 << 20) as (raw, victim, peer):
-        ids = array("q", range(PAGES))
-        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
-        raw.data[0].sendall(frame())
-        with Trickle(raw):
-            assert "a frame, or the end of a cancelled one" in reason(victim)
-
-
-@pytest.mark.parametrize("cancelled", [True, False])
-def test_a_cancelled_frame_that_trickles_in_ends_soon(
-    cancelled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stall_watchdog, "MIN_BYTES_PER_S", 1000)  # a minute for this frame
-    with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=8 << 20) as (raw, victim, peer):
-        ids = array("q", range(PAGES))
-        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
-        raw.data[0].sendall(frame() + b"\7" * 1000)
-        wait_for(victim, lambda: victim.memory.data[999] == 7)
-        if cancelled:
-            victim.transport.cancel(peer, 1)
-        with Trickle(raw):
-            if cancelled:
-                assert "the end of a cancelled one" in reason(victim)
-            else:  # negative control: it has its minute
-                for _ in range(300):
-                    victim.poll()
-                assert not victim.of(PeerDown)
-
-
-@contextmanager
-def cancelled_midway() -> Iterator[tuple[RawPeer, Side, PeerId]]:
-    """A victim that has cancelled a read in the middle of its frame on one of two connections;
-    where no deadline passes."""
-    patience = {"dead_after_s": 60.0, "silent_s": 60.0, "stall_s": 60.0}
-    with raw_peer(connections=2, nbytes=8 << 20, **patience) as (raw, victim, peer):
-        ids = array("q", range(PAGES))
-        victim.transport.submit(IncomingPages(peer, 1, [UNIT], [(0, ids)]))
-        raw.data[0].sendall(frame() + b"\7" * 1000)
-        wait_for(victim, lambda: victim.memory.data[999] == 7)
-        victim.transport.cancel(peer, 1)
-        yield raw, victim, peer
-
-
-def test_a_frame_begun_after_a_cancel_does_not_hold_its_pages() -> None:
-    with cancelled_midway() as (raw, victim, peer):
-        raw.data[1].sendall(frame(first=1) + bytes(1000))  # and no more
-        watch = victim.transport._peers[peer].send_queue.watch  # type: ignore[attr-defined]
-        wait_for(victim, lambda: len(watch._frames) == 2)
-        raw.data[0].sendall(bytes(UNIT.block_bytes - 1000))
-        wait_for(victim, lambda: victim.of(Drained))
-        assert not victim.of(PeerDown)
-
-
-def test_an_endless_frame_begun_after_a_cancel_ends_the_peer() -> None:
-    with cancelled_midway() as (raw, victim, _):
-        raw.data[1].sendall(frame(first=1, nbytes=1 << 60) + bytes(1000))
-        assert f"a frame of {1 << 60} bytes in 1 blocks" in reason(victim)
-
-
-def test_a_cancelled_frame_that_trickles_out_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall_watchdog, "MIN_BYTES_PER_S", 1000)
-    with raw_peer(dead_after_s=30.0, silent_s=30.0, nbytes=64 << 20) as (raw, victim, peer):
-        victim.transport.submit(OutgoingPages(peer, 1, 0, UNIT, 0, array("q", range(1024))))
-        over = threading.Event()
-
-        def sip() -> None:
-            with suppress(OSError):
-                while not over.wait(0.05):
-                    raw.data[0].recv(64 << 10)
-                    raw.beat()
-
-        assert raw.data[0].recv(1, socket.MSG_PEEK) == b"K"  # it is under way
-        reader = threading.Thread(target=sip)
-        reader.start()
-        victim.transport.cancel(peer, 1)
-        assert "the end of a cancelled one" in reason(victim)
-        over.set()
-        reader.join()
 
 
 def test_an_oversized_note_ends_the_peer() -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import signal
-import subprocess
-import sys
 import threading
 import time
 import types
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 
@@ -36,7 +32,6 @@ from kvconnect.transport.base import (
     PagesReceived,
     PagesSent,
     PeerDown,
-    PeerMessage,
     PeerUp,
 )
 from kvconnect.transport.nixl import agent as agents
@@ -47,37 +42,7 @@ from kvconnect.transport.nixl.transport import NixlPath
 from kvconnect.transport.nixl.worker import NixlWorker
 from tests.fakes.nixl_source import BLOCK
 from tests.links import NIXL_QUICK, OPEN, tcp, threads, threads_after_close
-
-UNIT = plain_unit(4096)
-
-
-@contextmanager
-def side(nbytes: int = 1 << 20, seed: int | None = None, digest: str = "full") -> Iterator[Side]:
-    transport = make_transport("nixl", OPEN, replace(NIXL_QUICK, digest=digest))
-    try:
-        yield Side(transport, PageMemory(nbytes, seed=seed))
-    finally:
-        transport.close()
-
-
-@contextmanager
-def pair(**options: str) -> Iterator[ConnectedPair]:
-    with side(**options) as reader, side(seed=1, **options) as source:
-        yield ConnectedPair(reader, source, "nixl")
-
-
-def moves(link: ConnectedPair, read_id: int = 1) -> None:
-    """Move some pages, compare them, and end the read."""
-    link.expect(read_id, [UNIT], [range(100)])
-    link.send(read_id, 0, UNIT, range(100, 200))
-    link.until(lambda: link.arrived(read_id) == 100, "pages")
-    assert link.reader.memory.read(UNIT, range(100)) == link.source.memory.read(
-        UNIT, range(100, 200)
-    )
-    link.reader.transport.cancel(link.of_reader, read_id)
-    link.until(
-        lambda: any(event.read_id == read_id for event in link.reader.of(Drained)), "its Drained"
-    )
+from tests.nixl_sides import UNIT, Passing, begin, moves, pair, poll_until, process, side
 
 
 def test_pages_move_and_threads_end() -> None:
@@ -85,7 +50,7 @@ def test_pages_move_and_threads_end() -> None:
         up = link.reader.of(PeerUp)[0]
         assert (up.paths, up.path_error) == (("tcp", "nixl"), "")
         moves(link)
-        names = {f"kvconnect-nixl-{name}" for name in ("agent", "outbound", "inbound")}
+        names = {f"kvconnect-nixl-{name}" for name in ("agent", "work")}
         assert names <= threads()
     assert threads_after_close() == set()
 
@@ -141,7 +106,7 @@ def test_places_that_take_many_notes_or_too_many_of_them() -> None:
 def test_a_want_that_is_cancelled_before_its_place_is_known_is_thrown_away() -> None:
     passed = threading.Event()
     with pair() as link:
-        link.expect(1, [UNIT], [range(10)], fence=_Passing(passed))
+        link.expect(1, [UNIT], [range(10)], fence=Passing(passed))
         link.send(1, 0, UNIT, range(10))
         link.reader.transport.cancel(link.of_reader, 1)
         passed.set()
@@ -149,13 +114,6 @@ def test_a_want_that_is_cancelled_before_its_place_is_known_is_thrown_away() -> 
         link.until(lambda: PagesSent in kinds(link.source, link.of_source), "the source's Sent")
         moves(link, read_id=2)
         assert not any(event.read_id == 1 for event in link.reader.of(PagesReceived))
-
-
-class _Passing(NamedTuple):
-    event: threading.Event
-
-    def wait(self) -> None:
-        assert self.event.wait(30)
 
 
 def test_a_cancel_does_not_wait_for_all_that_was_queued() -> None:
@@ -171,6 +129,25 @@ def test_a_cancel_does_not_wait_for_all_that_was_queued() -> None:
         link.until(lambda: source.of(PagesSent), "the source's Sent")
         assert 0 < source.of(PagesSent)[0].nbytes < nbytes
         assert not reader.of(PeerDown)
+
+
+def test_a_source_that_answers_no_cancel_is_given_up_by_the_clock_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines reuse the pages by that clock, and the source may still write to them."""
+    monkeypatch.setattr(send.OutboundWrites, "on_stop", lambda *_: None)
+    with pair() as link:
+        peer = link.reader.transport._tcp._peers[link.of_reader]  # type: ignore[attr-defined]
+        watch = peer.send_queue.watch
+        watch._now = lambda: math.inf  # the loop's clock never gets to a deadline
+        link.expect(1, [UNIT], [range(10)])
+        read = peer.page_path._inbound._reads[1]
+        link.until(lambda: read.placed, "the place of a read")
+        link.reader.transport.cancel(link.of_reader, 1)
+        assert not watch.overdue(time.monotonic())
+        watch._monotonic = lambda: time.monotonic() + NIXL_QUICK.stall_s
+        link.until(lambda: link.reader.of(PeerDown), "the end of the peer")
+        assert "the end of a cancelled one" in link.reader.of(PeerDown)[0].reason
 
 
 def test_two_connections_of_one_reader_do_not_hurt_each_other() -> None:
@@ -192,7 +169,7 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
         for peer in peers:  # exposed: told where to write
             order = IncomingPages(peer, 1, [UNIT], [(0, array("q", range(10)))], None, "nixl")
             reader.transport.submit(order)
-        worker: NixlWorker = reader.transport._worker  # type: ignore[attr-defined]
+        worker: NixlWorker = reader.transport._receiving  # type: ignore[attr-defined]
         make, made = worker._start, []
 
         def start() -> NixlAgent:
@@ -249,7 +226,7 @@ def test_an_agent_ends_after_its_writes_and_its_peers() -> None:
 
 def test_a_step_that_raises_ends_the_path_but_no_wait() -> None:
     with side() as reader:
-        worker: NixlWorker = reader.transport._worker  # type: ignore[attr-defined]
+        worker: NixlWorker = reader.transport._receiving  # type: ignore[attr-defined]
         done, lost = threading.Event(), threading.Event()
         worker.join(lambda _: lost.set())
 
@@ -299,7 +276,9 @@ def test_who_reads_is_told_nothing_that_opens_the_sources_memory(
             overwrite(greetings[False], memory.address)
         assert memory.data == before
         # With what the source's agent says of itself it could; its reader has to say it.
-        overwrite(link.source.transport._worker.offer, memory.address)  # type: ignore[attr-defined]
+        sending: NixlWorker = link.source.transport._sending  # type: ignore[attr-defined]
+        assert sending.offer is not None
+        overwrite(sending.offer, memory.address)
         assert memory.data[:4096] == bytes(4096)
         overwrite(greetings[True], link.reader.memory.address)
         assert link.reader.memory.data[:4096] == bytes(4096)
@@ -329,37 +308,6 @@ def test_metadata_of_registered_memory_opens_all_memory() -> None:
 
 
 # The other side is gone --------------------------------------------------------------------------
-
-
-@contextmanager
-def process(nbytes: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A source in a process of its own, and its port."""
-    command = [sys.executable, "-m", "tests.fakes.nixl_source", str(nbytes)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as source:
-        try:
-            assert source.stdout is not None
-            yield source, int(source.stdout.readline())
-        finally:
-            source.kill()
-
-
-def poll_until(reader: Side, done: Callable[[], object]) -> None:
-    for _ in range(4000):
-        if done():
-            return
-        reader.poll()
-    raise AssertionError("waited for too long")
-
-
-def begin(reader: Side, port: int, nbytes: int) -> int:
-    """Ask a process for all its memory; return the peer when the first pages have come."""
-    peer = reader.transport.connect("127.0.0.1", port)
-    poll_until(reader, lambda: PeerUp in kinds(reader, peer))
-    unit, ids = plain_unit(BLOCK), array("q", range(nbytes // BLOCK))
-    reader.transport.submit(IncomingPages(peer, 1, [unit], [(0, ids)], None, "nixl"))
-    reader.transport.submit(PeerMessage(peer, b"1"))
-    poll_until(reader, lambda: PagesReceived in kinds(reader, peer))
-    return peer
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -397,7 +345,7 @@ def test_who_comes_back_has_another_name() -> None:
             with side(seed=seed) as source:
                 link = ConnectedPair(reader, source, "nixl")
                 moves(link, read_id=seed)
-                worker = source.transport._worker  # type: ignore[attr-defined]
+                worker = source.transport._sending  # type: ignore[attr-defined]
                 names.append(worker.offer.agent)
         assert names[0] != names[1]
 
@@ -443,7 +391,7 @@ def test_an_engine_that_reads_from_itself_does_so_over_tcp() -> None:
     with side(seed=1) as both:
         ConnectedPair(both, both)
         assert {up.paths for up in both.of(PeerUp)} == {("tcp",)}
-        assert "the same nixl agent" in both.of(PeerUp)[0].path_error
+        assert "the same worker" in both.of(PeerUp)[0].path_error
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from kvconnect.transport import Security
 from kvconnect.transport.base import PeerDown, PeerUp
 from kvconnect.transport.security import (
     ALSO,
-    Changes,
     Keys,
     NoLocalKey,
     read_key,
@@ -98,7 +97,7 @@ def test_a_key_that_is_not_read_again_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: what happened before."""
-    monkeypatch.setattr(Changes, "found", lambda _: False)
+    monkeypatch.setattr(changed_files.Changes, "found", lambda _: False)
     path = tmp_path / "key"
     with side(Security(key_file=put(path, OLD))) as source:
         address = source.transport.listen("127.0.0.1", 0)
@@ -278,7 +277,7 @@ def test_new_certificates_are_used_for_new_connections(
     """With a negative control: without that, who has the new ones only is refused."""
     made = make_certificates(tmp_path)
     if not reads_again:
-        monkeypatch.setattr(Changes, "found", lambda _: False)
+        monkeypatch.setattr(changed_files.Changes, "found", lambda _: False)
     with side(made) as source, side(made) as before:
         address = source.transport.listen("127.0.0.1", 0)
         assert refusal(before, address) == ""

@@ -104,6 +104,15 @@ def test_what_is_staged_is_sent_in_short_frames(most: int, frames: int) -> None:
     assert len(list(fixture.frames())) == frames
 
 
+def test_a_frame_of_odd_blocks_keeps_to_its_limit() -> None:
+    """Otherwise a staging buffer would lack room for the last block, which takes another turn."""
+    fixture, block_bytes = Fixture(1, MAX_STAGED_FRAME_BYTES), 640 << 10
+    fixture.send(39, block_bytes)
+    counts = [len(frame.ids) for frame in fixture.frames()]
+    assert counts == [12, 12, 12, 3]
+    assert 12 * block_bytes <= MAX_STAGED_FRAME_BYTES < 13 * block_bytes
+
+
 def test_a_block_larger_than_a_frame_goes_alone() -> None:
     fixture = Fixture()
     fixture.send(3, block_bytes=2 * MAX_FRAME_BYTES)
