@@ -2,46 +2,79 @@
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from kvconnect import threads
 from kvconnect.errors import contained
 
 LIMIT_S = 2.0
+PAUSE_S = 30.0  # after a late call: a slow disk holds its caller up now and then, not each time
+_IDLE_S = 1.0  # after which the thread ends: an engine at rest has none
 _T = TypeVar("_T")
 
 
 class TimedCalls:
-    """Makes each call on a thread of its own, one at a time. For one caller's thread.
+    """Makes calls on a thread, one at a time. For one caller's thread.
 
-    A call that is late is not waited for again: until it has ended, others are refused at once.
+    A call that is late is not waited for again: until it has ended, and for :data:`PAUSE_S`, others
+    are refused at once.
     """
 
     def __init__(self, name: str, limit_s: float = LIMIT_S) -> None:
-        """``name``: of the threads. ``limit_s``: of each wait."""
+        """``name``: of the thread. ``limit_s``: of each wait."""
         self._name, self._limit_s = name, limit_s
+        self._pause_ends = -math.inf
         self._last: Future[Any] | None = None
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.Lock()  # of what follows; a thread that ends takes no more calls
+        self._runs = False
 
     def __call__(self, work: Callable[[], _T]) -> _T:
         """Return what ``work`` returns, or raise what it raises.
 
         Raises:
-            TimeoutError: it does not end in time, an earlier one has not, or the system has no more
+            TimeoutError: it does not end in time, an earlier one did not, or the system has no more
                 threads.
         """
-        if self._last is not None and not self._last.done():
-            raise TimeoutError("an earlier call still waits for its disk")
+        if time.monotonic() < self._pause_ends or (self._last and not self._last.done()):
+            raise TimeoutError("an earlier call waited long for its disk")
         made = Future[_T]()
 
         def run() -> None:
             with contained(made.set_exception):
                 made.set_result(work())
 
+        with self._lock:
+            if not self._runs:
+                self._start()
+            self._calls.put(run)
+        self._last = made
         try:
-            threads.make(threads.ThreadKind.TIER, self._name, run).start()
+            return made.result(self._limit_s)
+        except TimeoutError:
+            if not made.done():
+                self._pause_ends = time.monotonic() + PAUSE_S
+            raise
+
+    def _start(self) -> None:
+        try:
+            threads.make(threads.ThreadKind.TIER, self._name, self._run).start()
         except RuntimeError as error:
             raise TimeoutError(str(error)) from error
-        self._last = made
-        return made.result(self._limit_s)
+        self._runs = True
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._calls.get(timeout=_IDLE_S)()
+            except Empty:
+                with self._lock:
+                    if self._calls.empty():
+                        self._runs = False
+                        return

@@ -249,7 +249,7 @@ class _TierWrite(StoreCall):
             return
         store = self._whole.tiers.stores[self._tier]
         # Another engine may have written them, or this one, before they left host memory.
-        lengths = zip(blocks, store.exists([batch.keys[n] for n in blocks]), strict=True)
+        lengths = zip(blocks, store.exists_whole([batch.keys[n] for n in blocks]), strict=True)
         self._written = [n for n, length in lengths if length == batch.sizes[n]]
         blocks = sorted(set(blocks).difference(self._written))
         if not blocks:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
-from kvconnect import threads
+from kvconnect import threads, timed_calls
 from kvconnect.timed_calls import TimedCalls
 
 SHORT_S = 0.05
 
 
-def test_a_call_returns_or_raises_what_its_work_does() -> None:
+def test_a_call_returns_or_raises_what_its_work_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_calls, "_IDLE_S", 3.0)
     call = TimedCalls("test")
     assert call(lambda: 7) == 7
     with pytest.raises(FileNotFoundError):
         call(lambda: open("/nowhere").close())
     made = call(threading.current_thread)
     assert made is not threading.current_thread()
+    assert call(threading.current_thread) is made
     made.join(30.0)
     assert not made.is_alive(), "no thread stays"
+    assert call(lambda: 7) == 7
 
 
-def test_a_late_call_is_waited_for_once() -> None:
+def test_a_late_call_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     call, go_on = TimedCalls("test", SHORT_S), threading.Event()
     with pytest.raises(TimeoutError):
         call(go_on.wait)
@@ -32,6 +36,10 @@ def test_a_late_call_is_waited_for_once() -> None:
         call(lambda: asked.append(1))
     go_on.set()
     call._last.result()  # type: ignore[union-attr]
+    with pytest.raises(TimeoutError, match="an earlier call"):
+        call(lambda: asked.append(1))
+    now = time.monotonic() + timed_calls.PAUSE_S
+    monkeypatch.setattr(timed_calls.time, "monotonic", lambda: now)
     assert call(lambda: 7) == 7
     assert not asked, "what was refused is not done later"
 

@@ -60,7 +60,8 @@ class Adapters:
 
     An adapter is trusted as long as all of its requests name the same load of it (its number and
     ``load_inplace``) and its files stay as the first request found them. Else some of its KV may be
-    of other weights than the hashes say, and none of it is reused until the next reset.
+    of other weights than the hashes say, and none of it is reused until the next reset. In a step
+    in which its files cannot be looked at soon, it is not trusted either.
 
     Attributes:
         settings: of the engine, for its prompts' media and adapters.
@@ -69,7 +70,7 @@ class Adapters:
     def __init__(self, settings: PromptSettings = DEFAULTS) -> None:
         self.settings = settings
         self._known: dict[tuple[str, str], _Adapter] = {}
-        self._checked: set[tuple[str, str]] = set()  # in this step
+        self._checked: dict[tuple[str, str], bool] = {}  # in this step: known to be the same
         self._contents: dict[str, tuple[tuple[_File, ...], str]] = {}  # by path
         self._call = TimedCalls("kvconnect-adapters")
 
@@ -89,21 +90,23 @@ class Adapters:
         if known is None:
             if len(self._known) >= MOST_ADAPTERS:
                 return False
-            loaded, files = (lora.lora_int_id, lora.load_inplace), self._files(lora.lora_path)
-            trusted = bool(self.contents(lora))
+            loaded, trusted = (lora.lora_int_id, lora.load_inplace), bool(self.contents(lora))
+            files = self._contents[lora.lora_path][0] if trusted else ()
             known = self._known[name] = _Adapter(loaded, files, trusted)
-            self._checked.add(name)
+            self._checked[name] = trusted
         if not known.trusted:
             return False
         if known.loaded != (lora.lora_int_id, lora.load_inplace):
             known.trusted = False
         elif name not in self._checked:
-            self._checked.add(name)
-            known.trusted = known.files == self._files(lora.lora_path)
+            try:
+                known.trusted = self._checked[name] = known.files == self._files(lora.lora_path)
+            except TimeoutError:  # a later step sees whether they have changed
+                self._checked[name] = False
         if not known.trusted:
             text = "adapter %s of %s was loaded again or its files changed: its KV is not reused"
             logger.warning(text, lora.lora_name, lora.lora_path)
-        return known.trusted
+        return known.trusted and self._checked[name]
 
     def scope(self, lora: LoRARequest) -> bytes:
         """Return what separates an adapter's blocks from those of others in secondary tiers. All
@@ -116,21 +119,24 @@ class Adapters:
         """Return a digest of an adapter's weights and configuration files as they are now; empty if
         they cannot be read, or not soon. May block for tens of milliseconds when the files have
         changed."""
-        path, files = lora.lora_path, self._files(lora.lora_path)
-        known = self._contents.get(path)
-        if known is None or known[0] != files:
-            try:
+        path = lora.lora_path
+        try:
+            files, known = self._files(path), self._contents.get(path)
+            if known is None or known[0] != files:
                 known = files, self._call(partial(adapter_name, path))
-            except TimeoutError:
-                return ""
+        except TimeoutError:
+            return ""
         remember(self._contents, path, known, MOST_DIGESTS)
         return known[1]
 
     def _files(self, path: str) -> tuple[_File, ...]:
-        """Return the files of an adapter; empty if they cannot be read, or not soon."""
+        """Return the files of an adapter; empty if they cannot be read. Raises
+        :class:`TimeoutError` if that is not known soon."""
         try:
             return self._call(partial(_files_of, path))
-        except OSError:  # it is being replaced, or its disk does not answer
+        except TimeoutError:
+            raise
+        except OSError:  # it is being replaced, or its disk fails
             return ()
 
     def prompt_identity(self, request: Request) -> PromptIdentity:

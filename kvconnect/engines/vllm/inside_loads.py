@@ -24,13 +24,13 @@ class InsideLoads:
     """The blocks of the last step with such a load. Owned by the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._tables: list[Sequence[int]] = []  # of each request, in the only group
+        self._tables: list[Sequence[int]] = []  # of each loading request, in the only group
 
     def step(self, output: SchedulerOutput, loads: Iterable[LoadBlocks]) -> None:
-        """Take the blocks of a step's requests, if a load runs inside it."""
-        state = output.kv_connector_block_state
-        if state is not None and any(load.sync for load in loads):
-            requests = output.num_scheduled_tokens
+        """Take the blocks of the requests for which a load runs inside a step. No other request of
+        the step has a block that is loaded, see :func:`is_shared`."""
+        state, requests = output.kv_connector_block_state, [it.req_id for it in loads if it.sync]
+        if state is not None and requests:
             self._tables = [tuple(state.resolve_block_ids(req_id)[0]) for req_id in requests]
 
     def unfilled(self, job: CopyJob) -> set[int]:

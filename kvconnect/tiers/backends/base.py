@@ -105,6 +105,11 @@ class Store(BlockSource):
     def put(self, keys: Sequence[bytes], payloads: Sequence[memoryview]) -> list[BlockOutcome]:
         """Store blocks and replace older ones. If a key occurs twice, its last block is stored."""
 
+    def exists_whole(self, keys: Sequence[bytes]) -> list[int]:
+        """As :meth:`exists`, for who writes what is absent: a block that lacks a part is absent,
+        however many requests it takes to see that."""
+        return self.exists(keys)
+
     @abstractmethod
     def remove(self, keys: Sequence[bytes]) -> list[BlockOutcome]:
         """Remove blocks permanently: a restart does not bring them back."""

@@ -55,8 +55,8 @@ class HeadShardedStore(Store):
     """Keeps a rank's blocks as units of heads (``cache/head_shards.py``) in another store.
 
     A block exists if all units of this rank exist, whoever put them. Where each question costs a
-    request to a server, only its first unit is asked for: a get needs all. Its outcome is the worst
-    outcome of its units: ABSENT if one is absent. A block whose put failed in part is removed.
+    request to a server, :meth:`exists` asks for its first unit only: a get needs all. The outcome
+    is the worst of its units: ABSENT if one is absent. A block whose put failed in part is removed.
     Buffers must have the length of their group's layout; others are SIZE without a call.
 
     Within one object, no get returns a mixture of two puts. Ranks and engines put their units
@@ -99,19 +99,10 @@ class HeadShardedStore(Store):
         return self._each(keys, buffers, self._get)
 
     def exists(self, keys: Sequence[bytes]) -> list[int]:
-        check_keys(keys)
-        layouts = self._layouts_of(keys)
-        asked = [layout.parts[:1] if self.asks_one_by_one else layout.parts for layout in layouts]
-        names = [
-            name
-            for key, layout, parts in zip(keys, layouts, asked, strict=True)
-            for name in layout.names(key)[: len(parts)]
-        ]
-        sizes = iter([n for part in _batches(names) for n in self._inner.exists(part)])
-        return [
-            layout.nbytes if [next(sizes) for _ in parts] == [p.nbytes for p in parts] else 0
-            for layout, parts in zip(layouts, asked, strict=True)
-        ]
+        return self._lengths(keys, 1 if self.asks_one_by_one else None)
+
+    def exists_whole(self, keys: Sequence[bytes]) -> list[int]:
+        return self._lengths(keys, None)
 
     @property
     def asks_one_by_one(self) -> bool:
@@ -135,6 +126,23 @@ class HeadShardedStore(Store):
 
     def close(self) -> None:
         self._inner.close()
+
+    def _lengths(self, keys: Sequence[bytes], units: int | None) -> list[int]:
+        """Return the length of each block whose first ``units`` units are there (None: all), 0 for
+        others."""
+        check_keys(keys)
+        layouts = self._layouts_of(keys)
+        asked = [layout.parts[:units] for layout in layouts]
+        names = [
+            name
+            for key, layout in zip(keys, layouts, strict=True)
+            for name in layout.names(key)[:units]
+        ]
+        sizes = iter([n for part in _batches(names) for n in self._inner.exists(part)])
+        return [
+            layout.nbytes if [next(sizes) for _ in parts] == [p.nbytes for p in parts] else 0
+            for layout, parts in zip(layouts, asked, strict=True)
+        ]
 
     def _each(
         self,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvconnect.errors import ConfigError, TransferFailed
-from kvconnect.settings.stores import MooncakeSettings
+from kvconnect.settings.stores import ONE_BY_ONE, MooncakeSettings
 from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.backends.record_seals import RecordKeys
 from kvconnect.tiers.backends.remote import RemoteStore, Server
@@ -60,7 +60,7 @@ class MooncakeServer(Server):
     threads that the caller stops waiting for after the timeout.
     """
 
-    one_by_one = True  # it has no batch of sizes
+    one_by_one = MooncakeSettings in ONE_BY_ONE  # it has no batch of sizes
 
     def __init__(self, options: MooncakeSettings, library: Callable[[], Any]) -> None:
         self._options = options

@@ -14,7 +14,7 @@ from obstore.store import LocalStore, from_url
 
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.secret_files import read_secret
-from kvconnect.settings.stores import ObjectSettings
+from kvconnect.settings.stores import ONE_BY_ONE, ObjectSettings
 from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.backends.record_seals import RecordKeys
 from kvconnect.tiers.backends.remote import RemoteStore, Server
@@ -41,7 +41,7 @@ def make_object_store(
 class ObjectServer(Server):
     """One object per value, several requests at a time."""
 
-    one_by_one = True
+    one_by_one = ObjectSettings in ONE_BY_ONE
 
     def __init__(self, options: ObjectSettings) -> None:
         self._url = options.url

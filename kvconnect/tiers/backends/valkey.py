@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import valkey
 from valkey.backoff import NoBackoff
@@ -25,17 +23,13 @@ from valkey.exceptions import (
 )
 from valkey.retry import Retry
 
-from kvconnect.changed_files import Changes
+from kvconnect.changed_files import Reread
 from kvconnect.errors import ConfigError, TransferFailed
 from kvconnect.secret_files import check_owner, read_secret_text
 from kvconnect.settings.stores import ValkeySettings
 from kvconnect.tiers.backends.base import BlockOutcome
 from kvconnect.tiers.backends.record_seals import RecordKeys
 from kvconnect.tiers.backends.remote import RemoteStore, Server
-
-logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 def make_valkey_store(
@@ -126,29 +120,7 @@ class ValkeyServer(Server):
         return valkey.Valkey.from_pool(pool)
 
 
-class _Reread(Generic[_T]):
-    """What ``read`` makes of files, made again when they change, for the next connection. If they
-    are invalid then, it stays as it was. Thread-safe.
-
-    Raises:
-        ConfigError: as ``read``.
-    """
-
-    def __init__(self, paths: Sequence[str], read: Callable[[], _T]) -> None:
-        self._lock = threading.Lock()
-        self._changes = Changes(paths)
-        self._read = read
-        self._value = read()
-
-    def current(self) -> _T:
-        """Return it."""
-        with self._lock:
-            if self._changes.found():
-                try:
-                    self._value = self._read()
-                except ConfigError as error:
-                    logger.error("shared tier: what it connects with stays: %s", error)
-            return self._value
+_STAYS = "shared tier: what it connects with stays"
 
 
 class _Login(CredentialProvider):  # type: ignore[misc]
@@ -156,7 +128,8 @@ class _Login(CredentialProvider):  # type: ignore[misc]
 
     def __init__(self, user: str, path: str) -> None:
         self._user = user
-        self._password = _Reread([path], partial(read_secret_text, "password_file", path))
+        read = partial(read_secret_text, "password_file", path)
+        self._password = Reread([path], read, _STAYS)
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         """valkey: a connection is made."""
@@ -168,7 +141,7 @@ class _TlsConnection(Connection):  # type: ignore[misc]
     """Accepts only certificates of the configured authority for the server's name. The client's own
     class also trusts the system's authorities and, in a cluster, any name."""
 
-    def __init__(self, context: _Reread[ssl.SSLContext], name: str, **arguments: Any) -> None:
+    def __init__(self, context: Reread[ssl.SSLContext], name: str, **arguments: Any) -> None:
         self._context = context
         self._name = name
         super().__init__(**arguments)
@@ -207,7 +180,7 @@ def _arguments(options: ValkeySettings) -> dict[str, Any]:
         found["username"] = options.user
     if options.tls_dir:
         paths = [os.path.join(options.tls_dir, name) for name in _TLS_FILES]
-        context = _Reread(paths, partial(_tls, options.tls_dir))
+        context = Reread(paths, partial(_tls, options.tls_dir), _STAYS)
         found["connection_class"] = partial(_TlsConnection, context, options.tls_name)
     return found
 

@@ -12,6 +12,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from kvconnect import timed_calls
 from kvconnect.engines.vllm import adapters
 from kvconnect.engines.vllm.adapters import Adapters
 from kvconnect.errors import Refused
@@ -132,8 +133,60 @@ def test_a_disk_that_hangs_holds_up_one_look(
     go_on.set()
     assert seen._call._last is not None
     seen._call._last.result()
+    seen._call._pause_ends = 0.0
     seen.reset()
     assert seen.trusted(poet) and seen.contents(poet) == first, "it is back"
+
+
+def test_a_late_look_at_an_adapter_costs_the_trust_of_its_step_only(
+    poet: LoRARequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of others, whose files cannot be looked at meanwhile."""
+    painter = LoRARequest("painter", 2, str(_copied(poet, tmp_path / "painter")))
+    singer = LoRARequest("singer", 3, str(_copied(poet, tmp_path / "singer")))
+    seen, go_on, real = Adapters(), threading.Event(), os.scandir
+    monkeypatch.setattr(timed_calls, "PAUSE_S", 0.0)
+    seen._call = TimedCalls("test", 30.0)
+    assert seen.trusted(poet) and seen.trusted(painter) and seen.trusted(singer)
+
+    def hung(path: Path) -> object:
+        if path == Path(poet.lora_path):
+            go_on.wait()
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", hung)
+    seen._call._limit_s = 0.05
+    seen.next_step()
+    assert not seen.trusted(poet) and not seen.trusted(painter)
+    (Path(singer.lora_path) / WEIGHTS).write_bytes(bytes([1] * 100))
+    assert not seen.trusted(singer)
+    go_on.set()
+    assert seen._call._last is not None
+    seen._call._last.result()
+    seen._call._limit_s = 30.0
+    assert not seen.trusted(poet), "files are read once a step"
+    seen.next_step()
+    assert seen.trusted(poet) and seen.trusted(painter)
+    assert not seen.trusted(singer), "its files have changed"
+
+
+def test_without_a_thread_for_a_look_an_adapter_is_trusted_again_later(
+    poet: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Adapters()
+    assert seen.trusted(poet)
+
+    def none(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        seen._call = TimedCalls("test")
+        seen.next_step()
+        assert not seen.trusted(poet)
+        assert seen.contents(poet) == ""
+    seen.next_step()
+    assert seen.trusted(poet)
 
 
 def test_a_prompt_with_unknown_weights_is_not_handed_off(poet: LoRARequest, tmp_path: Path) -> None:
@@ -150,11 +203,16 @@ def _asking(lora: LoRARequest | None) -> Request:
     return Request("r", [1, 2, 3], SamplingParams(), None, lora_request=lora)
 
 
-def test_contents_are_the_same_in_all_engines(poet: LoRARequest, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    copy.mkdir()
+def _copied(lora: LoRARequest, folder: Path) -> Path:
+    """Copy an adapter's files into a new folder, and return it."""
+    folder.mkdir()
     for name in (WEIGHTS, "adapter_config.json"):
-        (copy / name).write_bytes((Path(poet.lora_path) / name).read_bytes())
+        (folder / name).write_bytes((Path(lora.lora_path) / name).read_bytes())
+    return folder
+
+
+def test_contents_are_the_same_in_all_engines(poet: LoRARequest, tmp_path: Path) -> None:
+    copy = _copied(poet, tmp_path / "copy")
     other = LoRARequest("painter", 7, str(copy))
     seen = Adapters()
     first = seen.contents(poet)

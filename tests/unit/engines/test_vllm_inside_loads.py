@@ -11,17 +11,25 @@ from kvconnect.offload.ledger import Owner
 from kvconnect.offload.messages import FailedBlock, LoadBlocks
 from kvconnect.types import FailureCause, JobId
 
-TABLES = {"loads": [7, 8, 9, 10], "behind": [7, 8, 20], "other": [30, 31]}
+TABLES = {"loads": [7, 8, 9, 10], "before": [7, 20], "other": [30, 31]}
 
 
 def load(*, sync: bool) -> LoadBlocks:
     return LoadBlocks(JobId(1), "loads", (), 10.0, sync)
 
 
-def step(found: InsideLoads, *loads: LoadBlocks) -> None:
-    state = SimpleNamespace(resolve_block_ids=lambda req_id: (TABLES[req_id],))
+def step(found: InsideLoads, *loads: LoadBlocks) -> list[str]:
+    """Begin a step, and return the requests whose blocks were asked for."""
+    asked: list[str] = []
+
+    def blocks_of(req_id: str) -> tuple[list[int]]:
+        asked.append(req_id)
+        return (TABLES[req_id],)
+
+    state = SimpleNamespace(resolve_block_ids=blocks_of)
     output: Any = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=TABLES)
     found.step(output, loads)
+    return asked
 
 
 def failed(*block_ids: int, sync: bool = True) -> CopyJob:
@@ -33,8 +41,8 @@ def failed(*block_ids: int, sync: bool = True) -> CopyJob:
 
 def test_what_follows_a_block_that_was_not_filled_was_computed_from_it() -> None:
     found = InsideLoads()
-    step(found, load(sync=False), load(sync=True))
-    assert found.unfilled(failed(8, 10)) == {8, 9, 10, 20}
+    assert step(found, load(sync=False), load(sync=True)) == ["loads"], "no other has its blocks"
+    assert found.unfilled(failed(8, 10)) == {8, 9, 10}
     assert found.unfilled(failed()) == set()
     assert found.unfilled(failed(8, sync=False)) == set(), "vLLM names those when they are filled"
 

@@ -148,7 +148,7 @@ def test_a_block_that_was_replaced_and_removed_does_not_come_back(
     store, key = opened(), b"key"
     put(store, [key, *names("others", 500)])
     with monkeypatch.context() as patch:
-        patch.setattr(Segment, "mark_deleted", lambda *_: cut == "killed")
+        patch.setattr(Segment, "mark_deleted", lambda _, rows: rows if cut == "failed" else [])
         assert put(store, [key]) == [OK]
         if cut == "failed":
             assert store.remove([key]) == [BlockOutcome.FAILED]
@@ -161,6 +161,24 @@ def test_a_block_that_was_replaced_and_removed_does_not_come_back(
     store.close()
     store = opened()
     assert store.exists([key, b"others-0"]) == [0, 5000]
+
+
+def test_a_record_that_cannot_be_marked_leaves_no_other_one(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, real = opened(), PageFile.write_page
+    put(store, [b"bad", b"other", b"last"])
+
+    def write_page(self: PageFile, data: bytes | bytearray, offset: int) -> None:
+        if offset == 4096:  # the first record
+            raise OSError(errno.EIO, "Input/output error")
+        real(self, data, offset)
+
+    monkeypatch.setattr(PageFile, "write_page", write_page)
+    assert store.remove([b"bad", b"last"]) == [BlockOutcome.FAILED, OK]
+    assert store.remove([b"other"]) == [OK]
+    abandon(store)
+    assert opened().exists([b"bad", b"other", b"last"]) == [5000, 0, 0]
 
 
 def test_a_system_without_files_costs_no_segment(

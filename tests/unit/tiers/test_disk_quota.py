@@ -235,7 +235,7 @@ def test_a_block_that_is_there_twice_counts_once(
     """A process was killed, or the disk failed, before the old record was marked as gone."""
     store = opened(tenant_share=0.5)
     with monkeypatch.context() as patch:
-        patch.setattr(Segment, "mark_deleted", lambda self, rows: True)
+        patch.setattr(Segment, "mark_deleted", lambda self, rows: [])
         for turn in range(3):
             put(store, keys_of("a", 25), BLOCK + turn)
     assert len(store._table.segments) > 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from hypothesis import assume, given
@@ -12,12 +15,16 @@ from hypothesis import strategies as st
 
 from kvconnect.cache.head_shards import HeadUnit
 from kvconnect.errors import Misuse
+from kvconnect.offload.host_arena import HostArena
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.testing.buffers import payload_of
 from kvconnect.testing.store import check_store
 from kvconnect.tiers.backends.base import MAX_KEY_BYTES, BlockOutcome, Store, Usage, check_buffers
 from kvconnect.tiers.backends.head_sharded import HeadShardedStore
 from kvconnect.tiers.backends.memory import MemoryStore
+from kvconnect.tiers.messages import SECONDARY_TIERS
+from kvconnect.tiers.tiered_store import BlockBatch, TieredStore
+from kvconnect.types import Tier
 from tests.unit.cache.sharded_caches import LAYOUTS, MODELS, Layout, Model, Rank, can_share, ranks
 
 MIB = 1 << 20
@@ -269,6 +276,24 @@ def test_where_each_question_costs_a_request_one_unit_stands_for_its_block() -> 
     assert inner.asked == len(KEYS)
     first = filled.blocks[FIRST]
     assert get(store, KEYS, filled.nbytes) == [first, BlockOutcome.ABSENT, BlockOutcome.ABSENT]
+
+
+def test_a_write_back_writes_a_block_that_lacks_any_unit(stack: ExitStack) -> None:
+    """Mooncake evicts units one by one. A lookup finds such a block, which must not stay so."""
+    filled = Filled(inner := OneByOne(MIB))
+    host = HostArena(1, MIB, "full")
+    stack.callback(host.close)
+    tiers = TieredStore({Tier.REMOTE: filled.store}, host, 5.0)
+    stack.callback(tiers.close)
+    host.view(0, filled.nbytes)[:] = filled.blocks[SECOND]
+    host.seal(0, filled.nbytes)
+    inner.remove([record(SECOND, filled.units[-1].number)])
+    assert filled.store.exists([SECOND]) == [filled.nbytes]
+    assert filled.get()[1] is BlockOutcome.ABSENT
+    done: SimpleQueue[bytes] = SimpleQueue()
+    tiers.write_back(BlockBatch([SECOND], [filled.nbytes], math.inf, done.put, [0]))
+    assert done.get(timeout=60.0) == bytes([SECONDARY_TIERS.index(Tier.REMOTE)])
+    assert filled.get() == list(filled.blocks.values())
 
 
 class Moody(MemoryStore):

@@ -309,12 +309,11 @@ def _remove(segment: Segment, rows: list[int]) -> int:
     """Remove records of a segment that no engine uses. Return their number."""
     if len(rows) == len(segment.rows.keys):
         delete_segment(segment.path)
-    elif segment.mark_deleted(rows):
-        gone = set(rows)
+        return len(rows)
+    gone = set(rows).difference(segment.mark_deleted(rows))
+    if gone:
         segment.seal([row for row in range(len(segment.rows.keys)) if row not in gone])
-    else:
-        return 0
-    return len(rows)
+    return len(gone)
 
 
 def _user(folder: Directory) -> str:

@@ -6,7 +6,7 @@ import errno
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvconnect.tiers.backends.base import PagePool
 from kvconnect.tiers.backends.disk.disk_options import DiskOptions
@@ -166,24 +166,19 @@ class SegmentLog:
         except OSError as error:  # the segment is scanned at the next start
             logger.warning("disk tier: cannot write the index of %s: %s", segment.path, error)
 
-    def _mark_deleted(self, pairs: Iterable[tuple[Segment, int]]) -> dict[Segment, bool]:
-        """Mark records as deleted on disk. Return for each segment whether that succeeded."""
-        rows: dict[Segment, list[int]] = {}
-        for segment, row in pairs:
-            rows.setdefault(segment, []).append(row)
-        # The records of a segment that was evicted meanwhile are deleted already.
-        current = self._table.segments
-        return {
-            segment: current.get(segment.slot) is not segment or segment.mark_deleted(which)
-            for segment, which in rows.items()
-        }
-
     def _mark_dead(self, pairs: Sequence[tuple[Segment, int]]) -> None:
-        """Mark replaced or removed records as deleted on disk, also those for which that failed
+        """Mark replaced or removed records as deleted on disk, and then those for which that failed
         before: a restart would bring them back."""
-        every = [*self._unmarked, *pairs]
-        noted = self._mark_deleted(every)
-        self._unmarked = [pair for pair in every if not noted[pair[0]]]
+        rows: dict[Segment, list[int]] = {}
+        for segment, row in [*pairs, *self._unmarked]:
+            rows.setdefault(segment, []).append(row)
+        current = self._table.segments
+        self._unmarked = [
+            (segment, row)
+            for segment, which in rows.items()
+            if current.get(segment.slot) is segment  # else it was evicted with all its records
+            for row in segment.mark_deleted(which)
+        ]
 
     def _load(self) -> None:
         """Add the segments of an earlier process, and continue its last one."""

@@ -101,23 +101,26 @@ class Segment:
         """Return the time of the last record in seconds since 1970."""
         return self.rows.seconds[-1] if self.rows.seconds else self.head.created
 
-    def mark_deleted(self, rows: Iterable[int]) -> bool:
-        """Mark records as deleted on disk. Return False if the disk returns an error.
+    def mark_deleted(self, rows: Iterable[int]) -> list[int]:
+        """Mark records as deleted on disk. Return those for which the disk returns an error.
 
         The index is deleted first, since it lists these records.
         """
-        try:
-            self.drop_index()
-            for row in rows:
-                page = bytearray(PAGE)
-                key, length = self.rows.keys[row], self.rows.lengths[row]
-                head = RecordHead(key, self.head.fingerprint, length, 0, 0, live=False)
-                pack_record(head, self.head.identity, memoryview(page))
+        errors: dict[int, str] = {}
+        for row in rows:
+            page = bytearray(PAGE)
+            key, length = self.rows.keys[row], self.rows.lengths[row]
+            head = RecordHead(key, self.head.fingerprint, length, 0, 0, live=False)
+            pack_record(head, self.head.identity, memoryview(page))
+            try:
+                self.drop_index()
                 self.file.write_page(page, self.rows.pages[row] * PAGE)
-        except OSError as error:
-            logger.warning("disk tier: cannot delete records of %s: %s", self.path, error)
-            return False
-        return True
+            except OSError as error:
+                errors[row] = str(error)
+        if errors:
+            text = "disk tier: cannot delete %d records of %s: %s"
+            logger.warning(text, len(errors), self.path, next(iter(errors.values())))
+        return list(errors)
 
     def drop_index(self) -> None:
         """Delete the index on disk before the segment changes."""
