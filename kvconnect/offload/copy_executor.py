@@ -211,8 +211,10 @@ class CopyExecutor:
             return bool(self._landed) or self._state is _State.CLOSED
 
         with self._wake:
-            runs = self._state is _State.RUNNING
-            self._wake.wait_for(is_work, self._schedule.delay(self._clock()) if runs else None)
+            while not is_work():
+                runs = self._state is _State.RUNNING
+                # Anew each time: a store may have been queued within the rate limit.
+                self._wake.wait(self._schedule.delay(self._clock()) if runs else None)
             return self._state is not _State.CLOSED
 
     def _launch_next(self) -> bool:

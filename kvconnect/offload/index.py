@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from kvconnect.cache.groups import CacheGroup
 from kvconnect.errors import Misuse
 from kvconnect.offload.eviction import EvictionPolicy
 from kvconnect.offload.retention import KeepOutcome, KeepTimes, Retention
@@ -79,6 +80,30 @@ class HostIndex:
     def hash_of(self, slot: int) -> bytes:
         """Return the hash of the block in a READY slot; empty for other slots."""
         return self._readable[slot]
+
+    def in_prefix_order(
+        self, groups: Sequence[CacheGroup], rows: Sequence[Sequence[bytes]]
+    ) -> list[int]:
+        """Return the slots of a prefix's READY blocks by the end of their tokens. So a policy that
+        evicts the last slot first keeps a state as long as the tokens before it.
+
+        Args:
+            rows: per group, the hashes of its blocks.
+        """
+        if len(rows) == 1 and groups[0].states is None:
+            return self.ready_slots(0, rows[0])
+        ends: list[tuple[int, int]] = []
+        for number, (group, row) in enumerate(zip(groups, rows, strict=True)):
+            if group.states is None:
+                slots: Iterable[int | None] = self.ready_slots(number, row)
+            else:
+                slots = [self.slot_of(number, block_hash) for block_hash in row]
+            ends += [
+                (block * group.block_tokens, slot)
+                for block, slot in enumerate(slots, 1)
+                if slot is not None
+            ]
+        return [slot for _, slot in sorted(ends)]
 
     def reserve(self, group: int, block_hash: bytes) -> int | None:
         """Take a slot for a block to be stored, with an eviction if no slot is free. None if all

@@ -21,6 +21,7 @@ from kvconnect.offload.index import HostIndex
 from kvconnect.offload.ledger import Owner
 from kvconnect.offload.load_mode import LoadMode
 from kvconnect.offload.messages import GroupBlocks, JobReport, LoadBlocks, OffloadInstructions
+from kvconnect.offload.shared_loads import SharedLoads
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import NULL_BLOCK, Block, Tier
 
@@ -40,12 +41,14 @@ class OffloadLimits(NamedTuple):
     """Limits of a plan.
 
     ``workers`` must answer each job; a job may take ``deadline_s`` seconds; stores may hold
-    ``held_blocks`` device blocks at once, since more would starve the engine.
+    ``held_blocks`` device blocks at once, since more would starve the engine. ``finds_loaded``:
+    requests find on the device what another one has loaded.
     """
 
     workers: int
     deadline_s: float
     held_blocks: int
+    finds_loaded: bool = False
 
 
 class LoadRequest(NamedTuple):
@@ -96,6 +99,8 @@ class OffloadPlan:
         self.jobs = CopyJobs(index, stats, limits.workers, limits.deadline_s, numbers)
         self.hints = HintPlan(index, self.groups, stats)
         self.load_mode = LoadMode()
+        self.shared_loads = SharedLoads(self.groups, limits.deadline_s)
+        self._finds_loaded = limits.finds_loaded
         self._held_limit = limits.held_blocks
         self._requests: dict[str, _PlannedRequest] = {}
         self._loads: list[LoadBlocks] = []
@@ -131,11 +136,13 @@ class OffloadPlan:
 
     def finish_request(self, req_id: str, hashes: Hashes) -> None:
         """The request is over. Its jobs, if any, end on their own."""
+        self.shared_loads.finish(req_id)
         request = self._requests.pop(req_id, None)
         if request is None:
             return
         self.stats.count("skipped_store_blocks", request.deferred, label="busy")
-        self.index.policy.settle(_in_prefix_order(self.index, self.groups, request, hashes))
+        rows = [row[:done] for row, done in zip(hashes, request.next_block, strict=True)]
+        self.index.policy.settle(self.index.in_prefix_order(self.groups, rows))
 
     def match(self, req_id: str, hashes: Hashes, local_tokens: int, max_tokens: int) -> int:
         """Return how many tokens beyond ``local_tokens`` the tier can restore; changes nothing.
@@ -148,6 +155,15 @@ class OffloadPlan:
         total = longest_prefix(self.index, self.groups, hashes, local_tokens, max_tokens)
         return total - local_tokens
 
+    def awaits_load(
+        self, req_id: str, hashes: Hashes, local_tokens: int, num_tokens: int, now: float
+    ) -> bool:
+        """See :meth:`SharedLoads.awaits`. A request whose load failed waits for none."""
+        request = self._requests.get(req_id)
+        if request is None or request.load_failed:
+            return False
+        return self.shared_loads.awaits(req_id, hashes, local_tokens, num_tokens, now)
+
     def plan_load(self, req_id: str, wanted: LoadRequest, now: float) -> None:
         """Plan the load of a promised prefix into the device blocks the engine allocated."""
         parts = tuple(
@@ -156,6 +172,8 @@ class OffloadPlan:
         )
         tokens = wanted.total_tokens - wanted.local_tokens
         self._loads.append(self.jobs.open_load(req_id, parts, tokens, sync=wanted.sync, now=now))
+        if self._finds_loaded and tokens and not wanted.sync:
+            self.shared_loads.began(req_id, wanted.hashes, wanted.local_tokens, wanted.total_tokens)
 
     def due(self, computed: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """Return those (request, computed tokens) for which :meth:`plan_store` would look at a
@@ -228,6 +246,7 @@ class OffloadPlan:
         if settled is None or settled.job.owner is not Owner.LOAD:
             return settled
         job = settled.job
+        self.shared_loads.ended(job.req_id, failed=job.cause is not None)
         _count_load(self.stats, job, now, keeps_prefix(self.groups))
         if job.cause is None:
             self.load_mode.loaded(sum(len(part.slots) for part in job.parts), job.seconds)
@@ -244,6 +263,7 @@ class OffloadPlan:
         """
         self.index.clear()
         self.hints.reset()
+        self.shared_loads.clear()
         for request in self._requests.values():
             request.stops = True
             request.set_due(self.groups)
@@ -335,28 +355,6 @@ def count_lookup(
     for tier, tokens in hits.items():
         stats.count("hit_tokens", tokens, label=tier.value)
     stats.count("miss_tokens", asked_tokens - sum(hits.values()))
-
-
-def _in_prefix_order(
-    index: HostIndex, groups: Sequence[CacheGroup], request: _PlannedRequest, hashes: Hashes
-) -> list[int]:
-    """Return the slots of a request's stored blocks by the end of their tokens. So a policy that
-    evicts the last slot first keeps a state as long as the tokens before it."""
-    rows = [row[:done] for row, done in zip(hashes, request.next_block, strict=True)]
-    if len(rows) == 1 and groups[0].states is None:
-        return index.ready_slots(0, rows[0])
-    ends: list[tuple[int, int]] = []
-    for number, (group, row) in enumerate(zip(groups, rows, strict=True)):
-        if group.states is None:
-            slots: Iterable[int | None] = index.ready_slots(number, row)
-        else:
-            slots = [index.slot_of(number, block_hash) for block_hash in row]
-        ends += [
-            (block * group.block_tokens, slot)
-            for block, slot in enumerate(slots, 1)
-            if slot is not None
-        ]
-    return [slot for _, slot in sorted(ends)]
 
 
 def _load_part(

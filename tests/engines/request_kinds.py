@@ -118,6 +118,7 @@ KINDS = {
         add_generation_prompt=False,
         continue_final_message=True,
     ),
+    "the prompt's text": _chat(return_prompt_text=True),
     "another template's values": _chat(chat_template_kwargs={"enable_thinking": False}),
     "a name of the user": _chat(user="somebody"),
     "responses": _responses(),

@@ -1192,3 +1192,46 @@ def test_a_step_is_measured_only_where_its_own_report_comes(tmp_path: Path) -> N
     tiers.step_ended(0, 1.0)
     tiers.step_ended(third, 2.0)
     assert lost and prefills.seen[2:] == [(48, 1.0)] and not tiers._steps
+
+
+def sharing(half: ConnectorScheduler, name: str) -> Any:
+    """Return a request whose first two blocks the host tier has."""
+    request = make_request(97)
+    request.request_id, request.block_hashes = name, [b"a", b"b", name.encode()]
+    half.add_request(request)
+    return request
+
+
+@pytest.mark.parametrize("end", ["loaded", "failed", "aborted"])
+def test_who_shares_a_prefix_waits_for_its_load(end: str) -> None:
+    """vLLM names the blocks of a load when it has ended."""
+    half = make_scheduler()
+    stored(half)
+    first, second, third = (sharing(half, name) for name in ("r2", "r3", "r4"))
+    assert half.match(first, 0) == (64, True)
+    half.after_alloc(first, SimpleNamespace(get_block_ids=lambda: ([3, 4],)), 64)
+    (load,) = half.build_step(output(0, ([3, 4],))).offload.loads
+    for _ in range(2):  # at each step
+        assert half.match(second, 0) == half.match(third, 0) == (None, False)
+    assert half.match(second, 64) == (0, False)  # control: the device has what is loaded
+    failures = (FailedBlock(0, 3, 0, FailureCause.DEADLINE),) if end == "failed" else ()
+    if end == "aborted":
+        first.status = RequestStatus.FINISHED_ABORTED
+        half.finish_request(first)
+    else:
+        half.on_reports(StepReports([JobReport(load.job, failures)]))
+    assert half.match(second, 0) == (64, True)
+    assert counted(half, "lookups") == {"": 2}, "of the requests that were admitted"
+
+
+def test_without_a_prefix_cache_on_the_device_nobody_waits_for_another_s_load() -> None:
+    engine = engine_config(enable_prefix_caching=False)
+    half = ConnectorScheduler(engine, cache_config(FULL, blocks=BLOCKS), Settings())
+    half.device = DeviceBlocks(BlockPool(BLOCKS, enable_caching=False, hash_block_size=32))
+    half.greet({(0, 0): WorkerHello(num_slots=4, slot_bytes=SLOT)})
+    stored(half)
+    first, second = (sharing(half, name) for name in ("r2", "r3"))
+    assert half.match(first, 0) == (64, True)
+    half.after_alloc(first, SimpleNamespace(get_block_ids=lambda: ([3, 4],)), 64)
+    half.build_step(output(0, ([3, 4],)))
+    assert half.match(second, 0) == (64, True)

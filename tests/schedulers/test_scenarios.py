@@ -127,7 +127,31 @@ def test_what_a_load_inside_a_step_did_not_fill_is_found_by_nobody(
         engine.run("from the host", Prompt([*shared, 6], new=1))
         engine.drain()
         check_at_rest(engine)
-        assert engine.counts["failed_blocks", "digest"] == shared_by
+        assert 1 <= engine.counts["failed_blocks", "digest"] <= shared_by
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_prefix_is_loaded_once_for_all_that_arrive_together(together: bool) -> None:
+    """Control: without a name for what is loaded, each one loads it."""
+    shared, others = tokens(Random(2), 6 * BLOCK), 8
+    with made(blocks=ROOMY, settings={"sync_load_bytes": 0}) as engine:
+        engine.run("first", Prompt(shared, new=1))
+        engine.drain()
+        assert engine.forget_device()
+        plan, pool = engine.connector.scheduler.plan, engine.scheduler.kv_cache_manager.block_pool
+        plan._finds_loaded = together
+        free = pool.get_num_free_blocks()
+        engine.faults.copy_gate.close()
+        for number in range(others):
+            own = tokens(Random(3 + number), 20)
+            engine.add(f"shares-{number}", Prompt([*shared, *own], new=2))
+        engine.step()
+        loads = 1 if together else others
+        assert free - pool.get_num_free_blocks() == 6 * loads
+        engine.faults.copy_gate.open()
+        engine.drain()
+        assert engine.counts["hit_tokens", "host"] == 6 * BLOCK * loads
+        check_at_rest(engine)
 
 
 @pytest.mark.parametrize("moved", [False, True])

@@ -44,7 +44,8 @@ def limits_of(
 ) -> OffloadLimits:
     held_blocks = max(1, int(kv_cache_config.num_blocks * _STORE_SHARE))
     workers = vllm_config.parallel_config.world_size
-    return OffloadLimits(workers, settings.deadline_s, held_blocks)
+    finds_loaded = bool(vllm_config.cache_config.enable_prefix_caching)
+    return OffloadLimits(workers, settings.deadline_s, held_blocks, finds_loaded)
 
 
 def make_plan(

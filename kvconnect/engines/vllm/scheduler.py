@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +22,7 @@ from kvconnect.engines.vllm.hints import add_hints, drop_invalid_params
 from kvconnect.engines.vllm.inside_loads import InsideLoads, foreign_failures, is_shared
 from kvconnect.engines.vllm.live_requests import LiveRequests
 from kvconnect.engines.vllm.messages import StepInstructions, StepReports, WorkerHello
+from kvconnect.engines.vllm.observer import SchedulerObserver
 from kvconnect.engines.vllm.plans import (
     inside_step,
     limits_of,
@@ -65,34 +66,6 @@ class _Match(NamedTuple):
     local_tokens: int
     sync: bool = False  # load inside the step
     handoff: bool = False  # another engine sends the blocks
-
-
-class SchedulerObserver(Protocol):
-    """Observes the scheduler. Called on the scheduler's thread; must not raise."""
-
-    def request_added(self, request: Request, transfer: TransferId | None) -> None:
-        """A request arrived; other engines may ask for ``transfer``."""
-
-    def looked_up(self, req_id: str, seconds: float, waits: bool) -> None:
-        """A lookup took ``seconds``; it is repeated if the request ``waits``."""
-
-    def admitted(
-        self, req_id: str, loaded_tokens: int, tiers: Mapping[Tier, int], handoff: bool
-    ) -> None:
-        """A request has device blocks. ``loaded_tokens`` are loaded from ``tiers``, or received
-        from another engine (``handoff``)."""
-
-    def store_planned(self, req_id: str, blocks: int) -> None:
-        """The next step stores new blocks of a request."""
-
-    def step_built(self, step: StepInstructions, scheduled_tokens: Mapping[str, int]) -> None:
-        """The instructions of a step go to the workers."""
-
-    def reports_taken(self, reports: StepReports) -> None:
-        """The workers' reports of a step have been handled."""
-
-    def request_finished(self, req_id: str) -> None:
-        """A request is over, and its receipt can still be asked for. Its jobs may be open."""
 
 
 class ConnectorScheduler:
@@ -193,8 +166,11 @@ class ConnectorScheduler:
             self._matched[req_id] = None
             return 0, False
         limit, hashes = most_tokens(request, self.plan.groups), self._hashes(request)
-        if self.tiers and self.tiers.ask(request, hashes, (local_tokens, limit), time.monotonic()):
+        now = time.monotonic()
+        if self.tiers and self.tiers.ask(request, hashes, (local_tokens, limit), now):
             return None, False
+        if self.plan.awaits_load(req_id, hashes, local_tokens, request.num_tokens, now):
+            return None, False  # the device will have the blocks
         found = self.plan.match(req_id, hashes, local_tokens, limit)
         if req_id in self.handoff.failed and req_id in self._matched:
             found = 0  # vLLM 0.32 did not admit this load and may never do so, see `failed`

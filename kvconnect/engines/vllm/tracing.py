@@ -136,7 +136,7 @@ class _Hold:
 
 class RequestTracing:
     """Makes spans of requests whose headers carry a sampled trace; a
-    :class:`~kvconnect.engines.vllm.scheduler.SchedulerObserver`. ``workers`` workers answer each
+    :class:`~kvconnect.engines.vllm.observer.SchedulerObserver`. ``workers`` workers answer each
     job. ``sources`` returns the tokens of a request's prompt by where their KV came from."""
 
     def __init__(self, workers: int, sources: Callable[[str], Mapping[PromptSource, int]]) -> None:

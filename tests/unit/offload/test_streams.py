@@ -7,6 +7,7 @@ land when a test says so.
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -440,6 +441,27 @@ def test_stores_keep_to_their_rate(rig: Rig) -> None:
             rig.executor._wake.notify()
         rig.await_launches(1)
     assert causes(rig.ended(1)[0]) == []
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_store_within_the_limit_needs_no_other_news(rig: Rig, paused: bool) -> None:
+    rig.executor.close()
+    rig.executor = CopyExecutor(
+        rig.copier,
+        rig.store,
+        GEOMETRY,
+        rig.streams,
+        time.monotonic,
+        store_rate=4 * BLOCK,  # two chunks a second
+    )
+    rig.streams.free = True
+    rig.submit(1, StoreBlocks, range(2))
+    rig.ended(1)
+    if paused:
+        rig.executor.pause()
+    rig.submit(2, StoreBlocks, range(2, 4))  # within half a second
+    rig.executor.resume()
+    assert [done.report.job for done in rig.ended(1)] == [2]
 
 
 def test_close_waits_for_what_is_on_its_way(rig: Rig) -> None:

@@ -1,0 +1,112 @@
+"""Loads that several requests with the same prefix share.
+
+The engine names the blocks of a load when the load has ended. Until then no other request finds
+them on the device, and each one would load the prefix into blocks of its own. So the others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvconnect.cache.groups import CacheGroup, leading_group
+
+
+class _Load(NamedTuple):
+    """The blocks of the leading group that are loaded, by their numbers in a prefix."""
+
+    hashes: Sequence[bytes]
+    numbers: range
+
+
+@dataclass
+class _Wait:
+    """A request that waits, or has waited. ``load``: the request that loads. ``local_tokens``: what
+    the device had then; -1 if that load brought nothing."""
+
+    load: str
+    local_tokens: int
+    until: float
+
+
+class SharedLoads:
+    """Owned by the scheduler's thread; time is an argument. Requests wait only for loads under way,
+    never for one that waits, and ``wait_s`` seconds at most."""
+
+    def __init__(self, groups: Sequence[CacheGroup], wait_s: float) -> None:
+        self._groups = groups
+        self._wait_s = wait_s
+        self._loads: dict[str, _Load] = {}  # by request
+        self._waits: dict[str, _Wait] = {}  # by request
+
+    def began(
+        self, req_id: str, hashes: Sequence[Sequence[bytes]], local_tokens: int, total_tokens: int
+    ) -> None:
+        """A load of tokens [local, total) begins, whose blocks get their names when it ends."""
+        group = leading_group(self._groups)
+        tokens = self._groups[group].block_tokens
+        numbers = range(local_tokens // tokens, total_tokens // tokens)
+        if numbers:
+            self._loads[req_id] = _Load(hashes[group], numbers)
+
+    def ended(self, req_id: str, failed: bool) -> None:
+        """The load of a request has ended, if it had one."""
+        if self._loads.pop(req_id, None) is not None and failed:
+            for wait in self._waits.values():
+                if wait.load == req_id:
+                    wait.local_tokens = -1
+
+    def finish(self, req_id: str) -> None:
+        """A request is over. If its load is under way, the engine will not name the blocks."""
+        self.ended(req_id, failed=True)
+        self._waits.pop(req_id, None)
+
+    def clear(self) -> None:
+        """Have nobody wait for the loads under way: a reset made their blocks stale."""
+        self._loads.clear()
+
+    def awaits(
+        self,
+        req_id: str,
+        hashes: Sequence[Sequence[bytes]],
+        local_tokens: int,
+        num_tokens: int,
+        now: float,
+    ) -> bool:
+        """Return whether a request of ``num_tokens`` waits for a load to bring it more than the
+        device has. It asks again at each step.
+
+        It waits for a second load only if the first one brought something, or failed. Otherwise
+        requests that never find their last block on the device would load it one after the other.
+        """
+        if not self._loads:
+            return False
+        owner = self._serving(req_id, hashes, local_tokens, num_tokens)
+        if owner is None:
+            return False
+        wait = self._waits.get(req_id)
+        if wait is None:
+            wait = self._waits[req_id] = _Wait(owner, local_tokens, now + self._wait_s)
+        elif wait.load != owner:
+            if local_tokens <= wait.local_tokens:
+                return False
+            wait.load, wait.local_tokens = owner, local_tokens
+        return now < wait.until
+
+    def _serving(
+        self, req_id: str, hashes: Sequence[Sequence[bytes]], local_tokens: int, num_tokens: int
+    ) -> str | None:
+        """Return the request whose load brings blocks that another one will find on the device."""
+        group = leading_group(self._groups)
+        tokens, row = self._groups[group].block_tokens, hashes[group]
+        first = local_tokens // tokens
+        end = min(len(row), (num_tokens - 1) // tokens)  # the engine computes the last token
+        is_full = all(each.is_full for each in self._groups)
+        for owner, load in self._loads.items():
+            # What a window or a state needs is there at the end of the load only.
+            number = first if is_full else load.numbers[-1]
+            found = first <= number < end and number in load.numbers
+            if found and owner != req_id and load.hashes[number] == row[number]:
+                return owner
+        return None
