@@ -409,9 +409,13 @@ static PyObject *remove_stream(PyObject *self, PyObject *args) {
         Py_RETURN_NONE;
     PyObject *record = record_of(stream);
     pthread_mutex_lock(&relay->lock);
-    if (stream->state == RETURNED)
-        unlink_returned(relay, stream);
-    release(relay, stream);
+    if (record == NULL) { /* without memory it stays, and may be asked for again */
+        stream->wanted = false;
+    } else {
+        if (stream->state == RETURNED)
+            unlink_returned(relay, stream);
+        release(relay, stream);
+    }
     pthread_mutex_unlock(&relay->lock);
     return record;
 }

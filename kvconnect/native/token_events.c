@@ -76,8 +76,8 @@ static bool skip_string(Reader *reader) {
             reader->at = at + 1;
             return true;
         }
-        if (*at == '\\')
-            at++;
+        if (*at == '\\' && (++at == reader->end || (unsigned char)*at < ' '))
+            return false;
     }
     return false;
 }

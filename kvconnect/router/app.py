@@ -121,7 +121,9 @@ class RouterApp:
         head for this time is closed."""
         refused = partial(self._metrics.count, "refused_connections")
         waiting = _body_memory_bytes(self._options.limits.body_bytes) // 4
-        limits = ConnectionLimits(open_files.limit(), waiting, refused)
+        relay = self._services.relay
+        held = (lambda: 0) if relay is None else relay.files
+        limits = ConnectionLimits(open_files.limit(), waiting, refused, held)
         return ClientConnections(self.handle, limits, idle_s)
 
     @asynccontextmanager

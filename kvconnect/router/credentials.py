@@ -48,22 +48,28 @@ class WatchedFiles(NamedTuple):
 
 
 async def follow(watched: Sequence[WatchedFiles]) -> None:
-    """Load files again whenever they change. Those that are of no use change nothing, and are
-    logged once."""
+    """Load files now, and again whenever they change. Those that are of no use change nothing, and
+    are logged once."""
     looks = [(files, Changes(files.paths)) for files in watched]
+    for files in watched:  # they may have changed since the flags were read
+        _load(files, at_start=True)
     while True:
         await asyncio.sleep(EVERY_S)
         for files, changes in looks:
-            if not changes.found():
-                continue
-            names = ", ".join(files.paths)
-            try:
-                files.load()
-            except (ConfigError, OSError) as error:
-                why = error.fix if isinstance(error, ConfigError) else error
-                logger.warning("%s changed, and the former content stays in use: %s", names, why)
-            else:
-                logger.info("%s changed and was read again", names)
+            if changes.found():
+                _load(files)
+
+
+def _load(files: WatchedFiles, *, at_start: bool = False) -> None:
+    names = ", ".join(files.paths)
+    try:
+        files.load()
+    except (ConfigError, OSError) as error:
+        why = error.fix if isinstance(error, ConfigError) else error
+        logger.warning("%s changed, and the former content stays in use: %s", names, why)
+    else:
+        if not at_start:
+            logger.info("%s changed and was read again", names)
 
 
 def take_certificate(context: ssl.SSLContext, certificate: str, key: str) -> None:

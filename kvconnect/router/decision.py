@@ -31,10 +31,16 @@ from kvconnect.router.policy.prefixes import CacheHits
 from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import Api
-from kvconnect.router.requests.body import Body, Prompt
+from kvconnect.router.requests.body import Body, Prompt, raw_of
 from kvconnect.router.requests.engine_bodies import EngineRequest
 from kvconnect.router.requests.fields import Permissions, permitted
-from kvconnect.router.requests.logprobs import wants_prompt_logprobs, with_prompt_logprobs
+from kvconnect.router.requests.limits import refuse_beyond_limits
+from kvconnect.router.requests.logprobs import (
+    needs_own_prompt,
+    refuse_unsafe,
+    wants_prompt_logprobs,
+    with_prompt_logprobs,
+)
 from kvconnect.router.requests.request_ids import ClientIds, client_ids, with_request_id
 from kvconnect.router.requests.retries import Retries, Withheld, digest_of
 
@@ -42,6 +48,7 @@ NewId = Callable[[], str]
 """Returns 32 hex digits that nobody can guess, others each time."""
 
 _NO_PATH = (404, 405)  # status of an engine that does not serve the path
+_UNSET = (b"", b"null", b"false")
 
 
 class ClientRequest(NamedTuple):
@@ -110,6 +117,12 @@ class Decision:
         api, prompt = self._request.api, self._request.prompt
         openai = not (api.decode_only or api.named_events)
         return openai and prompt.streamed and prompt.single
+
+    @property
+    def by_times(self) -> bool:
+        """Whether :meth:`choose` depends on what prompts took, which the view then has to tell."""
+        rule = self._rules.disaggregation(self._routed.disaggregate)
+        return rule is Disaggregate.AUTO
 
     def refused(self, now: float) -> bool:
         """Return whether the request may reach no engine for a while: it has crashed two."""
@@ -207,7 +220,7 @@ def _routed(request: ClientRequest) -> RoutedRequest:
         request.turn,
         prompt.tokens,
         prompt.model,
-        single=prompt.single,
+        single=prompt.single and not needs_own_prompt(request.body),
         sampled=prompt.sampled,
         kinds=api.kinds,
         decode_only=api.decode_only,
@@ -238,6 +251,10 @@ class Legs:
         self._request, self._engines = request, engines
         kind, api = engines.decode.kind, request.api
         body, self.dropped = permitted(kind, api.path, request.body, request.permissions)
+        refuse_beyond_limits(kind, api.path, body, request.permissions.named)
+        bootstraps = choice.mode is Mode.BOOTSTRAP
+        if kind is EngineKind.SGLANG:
+            refuse_unsafe(api.path, body, handed_over=bootstraps)
         if kind is EngineKind.SGLANG and api.sglang_id:
             # Another id each time: the server may not yet have noticed the end of an attempt.
             made = new_id()
@@ -248,7 +265,7 @@ class Legs:
         if engines.prefill is not None:
             bodies = handoff_bodies(choice, engines.prefill, body, new_id, api.one_token)
             self._prefill_body, body = bodies
-            self.merges = choice.mode is Mode.BOOTSTRAP and wants_prompt_logprobs(api.path, body)
+            self.merges = bootstraps and wants_prompt_logprobs(api.path, body)
         self._decode_body = body
         self._prefilled = b""
 
@@ -259,7 +276,7 @@ class Legs:
         body = self._with_options(spec.kind, self._prefill_body, chosen, receipt=False)
         if self.choice.prefill_role is Role.DECODE:  # nobody has named it for prefill
             body = engine_bodies.options_body(body, {**self._request.hints, IF_ABLE: True})
-        if self.choice.mode is Mode.PULL and self._request.api.takes_token_ids:
+        if self.choice.mode is Mode.PULL and self._passes_ids():
             body = engine_bodies.token_ids_too(body)
         return self._to(chosen, body)
 
@@ -276,7 +293,7 @@ class Legs:
         if spec.kind is EngineKind.SGLANG:  # its answer may be a list, and has no ticket
             self._prefilled = answer or b""
         elif answer is not None:
-            ticket = engine_bodies.ticket_of(answer)
+            ticket = engine_bodies.ticket_of(answer, ids=self._passes_ids())
         if self.choice.mode is not Mode.PULL:
             return
         engine_id = self._engines.engine_ids.get(chosen.target.rank or 0)
@@ -285,6 +302,11 @@ class Legs:
             self.choice = self.choice._replace(mode=Mode.PLAIN, reason=RoutingReason.NO_TICKET)
         else:
             self._decode_body = engine_bodies.pull_body(self._decode_body, ticket)
+
+    def _passes_ids(self) -> bool:
+        """Return whether decode gets the prompt's token ids: of these, it has no text to return."""
+        wants_text = raw_of(self._prefill_body, "return_prompt_text") not in _UNSET
+        return self._request.api.takes_token_ids and not wants_text
 
     def decode(self, receipt: bool | str, *, ids: bool = False) -> EngineRequest:
         """Return the request to the decode engine. ``receipt``: the response shall say where the

@@ -120,7 +120,7 @@ class Request:
         found.prompt_blocks = BLOCKS
 
     def begin(self) -> None:
-        self.next = self.prefix = self.box.prefix(self.room)
+        self.next = self.prefix = self.box.tell_prefix(self.room)
         assert 0 <= self.next <= BLOCKS
 
     def push(self, count: int) -> None:

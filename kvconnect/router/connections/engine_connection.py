@@ -26,7 +26,7 @@ class Unreachable(KVConnectError):
 
 
 class Exhausted(Unreachable):
-    """This process cannot open more connections (file limit); the engine is not at fault."""
+    """This process cannot open more connections; the engine is not at fault."""
 
 
 class ConnectionLost(KVConnectError):

@@ -14,6 +14,8 @@ from typing import cast
 import httptools
 
 from kvconnect.router.connections.engine_connection import (
+    JSON,
+    READ_BYTES,
     BaseUrl,
     ClosedByEngine,
     ClosedEarly,
@@ -36,8 +38,15 @@ class IncomingResponse(Response):
         self.too_many = False  # a second response followed
         self.between_chunks = False  # all that was received are whole chunks
         self.relayable = True  # the relay has not given it back at once
+        self.is_short = False  # nobody acts on its head before its body is complete
         self._head = 0  # bytes of headers
         self.parser = httptools.HttpResponseParser(self)
+
+    def feed(self, data: bytes) -> None:
+        """Take data of the engine. Raises what the parser raises."""
+        self.parser.feed_data(data)
+        if self.ended:
+            del self.parser  # which refers to this: only the collector would free the two
 
     def cut_off(self) -> None:
         """Note an orderly close, which ends a response without a length."""
@@ -65,6 +74,10 @@ class IncomingResponse(Response):
             return
         self.status = self.parser.get_status_code()
         self.began = self.status >= 200  # an interim response (1xx) precedes the real one
+        if self.began and self.headers.get("content-type", "").startswith(JSON):
+            length = self.headers.get("content-length", "")
+            # Python refuses to read very many digits.
+            self.is_short = length.isdecimal() and len(length) < 9 and int(length) <= READ_BYTES
 
     def on_body(self, body: bytes) -> None:
         """httptools: a part of the body."""
@@ -126,7 +139,7 @@ class Connection(EngineConnection, asyncio.BufferedProtocol):
             return
         response.any_bytes = True
         try:
-            response.parser.feed_data(data)
+            response.feed(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._break(f"sent an invalid HTTP response: {error}")
         if response.too_many:
@@ -141,7 +154,8 @@ class Connection(EngineConnection, asyncio.BufferedProtocol):
         if not self._paused and response.is_much:
             self._paused = True
             self._transport.pause_reading()
-        self._wake()
+        if response.ended or not response.is_short:  # engines send the head first: one wake-up less
+            self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         """asyncio: the connection is closed."""
@@ -211,7 +225,7 @@ class Connection(EngineConnection, asyncio.BufferedProtocol):
         """Go on where the relay ended."""
         self._relayed = None
         self._heard = max(self._heard, returned.heard)
-        self.response.relayable = returned.chunks > 0  # else it would go to and fro
+        self.response.relayable = returned.goes_again  # else it would go to and fro
         if self._broken is not None or self._transport.is_closing():
             return
         self._transport.resume_reading()

@@ -30,6 +30,8 @@ IDLE_S = 2.0  # idle connections are reused this long; engines (uvicorn) close t
 _AT_ONCE_S = 1.0  # within which an engine closes a kept connection that it had given up
 END_SILENT_S = 10.0  # an engine may be down this long until what it has not answered is given up
 _IDLE_MOST = 256  # connections kept per engine
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM)
+"""This machine has no file, port or memory left for a connection."""
 _T = TypeVar("_T")
 
 
@@ -211,8 +213,7 @@ class ConnectionPool:
             taken = True
             return connection
         except (TimeoutError, OSError) as error:
-            full = getattr(error, "errno", 0) in (errno.EMFILE, errno.ENFILE)
-            kind = Exhausted if full else Unreachable
+            kind = Exhausted if getattr(error, "errno", 0) in _NONE_LEFT else Unreachable
             raise kind(f"{base.name}: {error or 'no connection in time'}") from error
         finally:
             if not taken:  # the connection may still open, without an owner

@@ -10,6 +10,7 @@ receipts and slow clients are handled in one place.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -19,7 +20,10 @@ from kvconnect.router.requests.event_form import EventForm
 if TYPE_CHECKING:
     from kvconnect._native import Relay
 
+logger = logging.getLogger(__name__)
+
 NO_MEMORY = "memory"  # reason of a return with which bytes were lost
+_TAKEN_AWAY = "removed"  # reason of one that was asked for
 _FILES_SHARE = 4  # every fourth descriptor is left to others than the relay
 
 
@@ -35,6 +39,11 @@ class Returned(NamedTuple):
     unsent: bytes
     rest: bytes
     notes: bytes
+
+    @property
+    def goes_again(self) -> bool:
+        """Whether the stream may be left to the relay again; else it would come back at once."""
+        return self.chunks > 0 or self.reason == _TAKEN_AWAY
 
     def tail_after(self, tail: bytes) -> bytes:
         """Return the last two bytes of the stream, which were ``tail`` before."""
@@ -108,6 +117,10 @@ class StreamRelay:
         self._away[key] = back
         return RelayedStream(self._native, key, self._stop)
 
+    def files(self) -> int:
+        """Return how many files the copies of sockets take."""
+        return 2 * len(self._away)
+
     def close(self) -> None:
         """End the thread. Streams that are away stay unfinished."""
         if self._loop is not None:
@@ -128,10 +141,15 @@ class StreamRelay:
 
 
 def make_relay(count: Callable[[str], None]) -> StreamRelay | None:
-    """Return a relay; None where the extension is not built."""
+    """Return a relay; None where the extension is not built, or the system gives no thread."""
+    files = open_files.limit()
     try:
         from kvconnect import _native
+
+        native = _native.Relay(files - files // _FILES_SHARE)
     except ImportError:
         return None
-    files = open_files.limit()
-    return StreamRelay(_native.Relay(files - files // _FILES_SHARE), count)
+    except OSError as error:
+        logger.warning("all streams pass through Python, since the relay cannot start: %s", error)
+        return None
+    return StreamRelay(native, count)

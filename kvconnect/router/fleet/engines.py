@@ -20,7 +20,7 @@ from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
 from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role
 from kvconnect.router.policy.loads import Loads
-from kvconnect.router.policy.prompt_times import PromptTimer
+from kvconnect.router.policy.prompt_times import NOTHING_KNOWN, PromptTimer
 from kvconnect.router.requests.engine_bodies import EngineTicket, TicketKind
 
 logger = logging.getLogger(__name__)
@@ -125,14 +125,16 @@ class Engine:
         """Whether the engine answers."""
         return self.signals.up.is_set()
 
-    def view(self, now: float, *, proven: bool) -> EngineView:
+    def view(self, now: float, *, proven: bool, timed: bool = True) -> EngineView:
         """Return the engine as policies see it. A request needs all engines of a fleet, most of
-        which have not changed since the last one."""
+        which have not changed since the last one. ``timed``: with what its prompts took, which few
+        decisions depend on, and which changes with every prompt."""
         up, draining, ranks = self.up, self.draining, self.loads.at(now)
         standing = self._tickets_of(TicketKind.STANDING, len(ranks), now)
         share = self._tickets_of(TicketKind.SHARE, len(ranks), now)
         models, version = self.info.names, self.spec.version or self.info.version
-        trusted, times = self.breaker.allows(now), self.timer.at(now)
+        trusted = self.breaker.closed or self.breaker.allows(now)  # the latter takes a lock
+        times = self.timer.at(now) if timed else NOTHING_KNOWN
         known = models, self.info.confirmed, version
         parts = (up, draining, ranks, standing, share, known, trusted, proven, times)
         if self._view is None or parts != self._viewed:
@@ -313,12 +315,12 @@ class Fleet:
         entries = (engine.info.models.get(model) for engine in self.all())
         return not model or any(isinstance(m, dict) and not m.get("parent") for m in entries)
 
-    def view(self) -> FleetView:
-        """Return all engines as policies see them."""
+    def view(self, *, timed: bool = True) -> FleetView:
+        """Return all engines as policies see them. ``timed``: as of :meth:`Engine.view`."""
         now = time.monotonic()
         prefill, decode = (
             tuple(
-                engine.view(now, proven=self.pairing.proven((role, index)))
+                engine.view(now, proven=self.pairing.proven((role, index)), timed=timed)
                 for index, engine in self._by_role[role].items()
             )
             for role in Role

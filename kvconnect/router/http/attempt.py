@@ -110,7 +110,7 @@ class Attempt:
                         self._arrived(decode)
                     if legs.merges and prefill is not None:
                         await prefill
-                        first = _merged(legs, call, first)
+                        first = await _merged(legs, call, first)
                     services.metrics.added(mode, self._overhead.seconds)
                     if passing is self._journaled and not call.streams:
                         passing = self._reply
@@ -265,9 +265,9 @@ class Attempt:
         decode.timer.arrived(choice.mode, choice.decode.tokens, now - since, now)
 
 
-def _merged(legs: Legs, call: EngineCall, answer: bytes) -> bytes:
+async def _merged(legs: Legs, call: EngineCall, answer: bytes) -> bytes:
     try:
-        return legs.merged(answer)
+        return await asyncio.to_thread(legs.merged, answer)  # prefill's may be long
     except Refused as error:
         raise call.fail(str(error)) from error
 

@@ -1,5 +1,5 @@
 """How many connections clients may have open, and how much may wait on them: files and memory are
-left for engines, and for other clients.
+left for engines, and for other clients. What the relay opens for their streams counts as theirs.
 
 With TLS, a connection counts from the end of its handshake on. Event loop only.
 """
@@ -37,12 +37,19 @@ class ConnectionLimits:
     """Limits the open connections of all clients together, and of each network address, and the
     bytes of requests that wait on all of them."""
 
-    def __init__(self, files: int, memory: int, refused: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        files: int,
+        memory: int,
+        refused: Callable[[str], None],
+        held: Callable[[], int] = lambda: 0,
+    ) -> None:
         """``files``: descriptors that the process may have. ``memory``: bytes that may wait.
-        ``refused``: is told the reason for which a connection is refused or closed."""
+        ``refused``: is told the reason for which a connection is refused or closed. ``held``:
+        returns how many more files clients' streams take than their connections."""
         self.most = max(_LEAST, int(files * _CLIENTS_SHARE))
         self.most_of_address = max(_LEAST, int(self.most * _ADDRESS_SHARE))
-        self._refused = refused
+        self._refused, self._held = refused, held
         self._waiting: dict[Endable, int] = {}
         self._memory_left = memory
         self._address_of: dict[Endable, str] = {}
@@ -54,8 +61,8 @@ class ConnectionLimits:
         if self._of_address[address] >= self.most_of_address:
             self._refuse("address", f"{address} has {self.most_of_address} connections{_FILES}")
             return False
-        if len(self._address_of) >= self.most:
-            self._refuse("files", f"clients have {self.most} connections{_FILES}")
+        if len(self._address_of) + self._held() >= self.most:
+            self._refuse("files", f"clients have {self.most} files{_FILES}")
             return False
         self._address_of[connection] = address
         self._of_address[address] += 1

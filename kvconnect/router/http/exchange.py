@@ -184,7 +184,7 @@ class Exchange:
         failure: EngineFailed | Rejected | None = None
         try:
             while True:
-                view = services.fleet.view()
+                view = services.fleet.view(timed=decision.by_times)
                 choice = decision.choose(view)
                 self._spans.chosen(choice)
                 if choice is None:

@@ -50,6 +50,11 @@ class RequestContent:
         """Return whether reading the rest needs no wait."""
         return self.complete
 
+    def take(self) -> bytes | bytearray:
+        """Return what has been received and not read."""
+        received, self._received = self._received, b""
+        return received
+
     async def readany(self) -> bytes | bytearray:
         """Return what has been received, at least one byte; empty at the end.
 
@@ -67,7 +72,7 @@ class RequestContent:
                 await self._waiting
             finally:
                 self._waiting = None
-        received, self._received = self._received, b""
+        received = self.take()
         if not self.complete:
             self._wanted()
         return received

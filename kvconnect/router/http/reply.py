@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from kvconnect.router.connections.engine_connection import EVENT_STREAM
-from kvconnect.router.connections.relay import RelayedStream, Returned, StreamRelay
+from kvconnect.router.connections.relay import NO_MEMORY, RelayedStream, Returned, StreamRelay
 from kvconnect.router.http.engine_call import EngineResponse
 from kvconnect.router.http.http_request import HttpRequest
 from kvconnect.router.http.http_response import HttpResponse
@@ -112,7 +112,9 @@ class Reply:
         def returned(stream: Returned) -> None:
             self._relayed, self._sent_at = None, stream.heard
             self._tail = stream.tail_after(self._tail)
-            if stream.unsent and not client.is_closing():
+            if stream.reason == NO_MEMORY:  # among what was lost may be bytes that count as sent
+                client.abort()
+            elif stream.unsent and not client.is_closing():
                 client.write(stream.unsent)
             back(stream)
 
@@ -156,7 +158,9 @@ class Reply:
             self.status = self.stream.status
         if self._relayed is not None:
             self._relayed.stop()
-        if self.stream is not None and self._tail in (b"", _EVENT_END):
+        # What came back with the stream may have been sent, and the relay begun again: it writes.
+        away = self._relayed is not None
+        if self.stream is not None and not away and self._tail in (b"", _EVENT_END):
             self.forward(_COMMENT)
 
     async def break_off(self, message: str) -> None:

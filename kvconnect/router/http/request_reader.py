@@ -17,7 +17,7 @@ from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.requests import body as bodies
 from kvconnect.router.requests.apis import Api
 from kvconnect.router.requests.body import Prompt, PromptPrefix
-from kvconnect.router.requests.engine_bodies import SGLANG_GENERATE
+from kvconnect.router.requests.limits import refuse_many_prompts
 from kvconnect.router.requests.media import with_own_media
 
 BODY_S = 60.0  # limit for receiving a body: a slow client holds memory
@@ -52,7 +52,7 @@ class RequestReader:
 
         Raises:
             Busy: there is no memory for the body.
-            Refused: the body is not a JSON object.
+            Refused: the body is not a JSON object, or has too many prompts.
             HttpError: the body is encoded, too large, too slow, or no HTTP.
         """
         if api.method == "GET":
@@ -68,8 +68,7 @@ class RequestReader:
 
     def _parsed(self, raw: bytes | bytearray, api: Api, tenant: Tenant) -> ParsedRequest:
         body = bodies.read_body(raw)
-        if api.path == SGLANG_GENERATE:
-            bodies.refuse_empty_prompts(body)
+        refuse_many_prompts(body)
         if tenant.secret and api.salted:
             own = body.get(bodies.SALT)
             body[bodies.SALT] = tenant.salt(b"" if own is None else bytes(own))
@@ -78,12 +77,15 @@ class RequestReader:
         prefix = bodies.prefix_of(body) if self._prefix and not api.decode_only else None
         return ParsedRequest(body, bodies.prompt_of(body), prefix)
 
-    async def _whole(self, request: HttpRequest, room: BodyAllocation) -> bytearray:
-        reading = self._read(request, room)
-        if request.content.is_eof():
-            return await reading
+    async def _whole(self, request: HttpRequest, room: BodyAllocation) -> bytes | bytearray:
+        if request.content.is_eof():  # most small ones: there is no wait to be evicted in
+            body = request.content.take()
+            room.take(len(body))
+            if len(body) > self._most:
+                raise self._too_large()
+            return body
         try:
-            return await within(reading, BODY_S)
+            return await within(self._read(request, room), BODY_S)
         except TimeoutError:
             late = f"the request body was not complete within {BODY_S:g} seconds"
             raise HttpError(408, late) from None

@@ -26,7 +26,6 @@ from kvconnect.router.policy.paired_engines import PairedEngines, best_group
 from kvconnect.router.policy.prefixes import CacheHit, CacheHits
 from kvconnect.router.policy.ranking import (
     Candidate,
-    Pick,
     RankingJob,
     RankingPolicy,
     RankingReason,
@@ -61,7 +60,7 @@ class RoutingReason(StrEnum):
     NO_STANDING_TICKET = "no_standing_ticket"  # the prefill engine has no valid standing ticket
     CONNECTOR = "connector"  # the engines' connector supports no other mode
     PUSH_FAILED = "push_failed"  # decode failed in push mode: the prompts may differ
-    MULTI = "multi"  # several prompts or answers; a transfer id names one prompt
+    MULTI = "multi"  # several prompts or answers, or log probabilities of the prompt
     NO_TICKET = "no_ticket"  # the prefill engine offered no hand-off
     API = "api"  # not a completion: there is nothing to hand over
     UNIFIED = "unified"  # --unified
@@ -192,7 +191,7 @@ class RoutedRequest(NamedTuple):
         turn: number of the request, plus its attempts so far.
         tokens: length of all its prompts together.
         model: name of the model; empty: any.
-        single: one prompt with one answer, so one transfer id identifies it.
+        single: one prompt with one answer and no log probabilities of the prompt.
         sampled: several answers per prompt; SGLang has only one room for all of them.
         kinds: kinds of engines that can serve it.
         decode_only: one decode engine serves it alone, without a hand-off.
@@ -236,7 +235,7 @@ def choose(
     if alone or request.sampled:
         return None
     prefill = available(view.prefill, failed.prefill, request.model, request.kinds)
-    others = [engine for engine in prefill if engine.index != failed.pushed]
+    others = prefill if failed.pushed is None else [e for e in prefill if e.index != failed.pushed]
     group = best_group(view, others, decode, request.turn)
     group = group or best_group(view, prefill, decode, request.turn)
     pair = None if group is None else _choose_pair(group, request, failed, rules)
@@ -252,11 +251,12 @@ def _choose_way(
     pair: RoutingChoice | None,
 ) -> RoutingChoice | None:
     """Return the pair, or decode alone. ``decode``: the engines that could serve alone."""
-    rule = rules.disaggregate if request.disaggregate is None else request.disaggregate
+    rule = rules.disaggregation(request.disaggregate)
     why = HandoffReason.RULE if request.disaggregate is None else HandoffReason.ASKED
-    decode = [engine for engine in decode if engine.kind is not EngineKind.SGLANG]
-    if rule is not Disaggregate.ALWAYS and not decode:
-        rule, why = Disaggregate.ALWAYS, HandoffReason.ENGINE
+    if rule is not Disaggregate.ALWAYS:
+        decode = [engine for engine in decode if engine.kind is not EngineKind.SGLANG]
+        if not decode:
+            rule, why = Disaggregate.ALWAYS, HandoffReason.ENGINE
     if rule is Disaggregate.ALWAYS:
         return pair and pair._replace(handoff=HandoffDecision(True, why))
     kept = [engine for engine in decode if engine.index == request.keep]
@@ -320,13 +320,13 @@ def _choose_pair(
     group: PairedEngines, request: RoutedRequest, failed: FailedTargets, rules: RoutingRules
 ) -> RoutingChoice:
     """Return the choice among engines that all pair with one another."""
-    kept = [engine for engine in group.decode if engine.index == request.keep]
+    kept = [] if request.keep is None else [e for e in group.decode if e.index == request.keep]
     if kept:
         others = [engine for engine in group.prefill if not engine.is_same(kept[0])]
         group = group._replace(prefill=others or group.prefill)
     if group.turn != request.turn:  # there are several groups
         request = request._replace(turn=group.turn)
-    warm = [engine for engine in group.prefill if engine.index == request.warm]
+    warm = [] if request.warm is None else [e for e in group.prefill if e.index == request.warm]
     prefill = choose_target(warm or group.prefill, request, Role.PREFILL, rules)
     prefill = _with_source(prefill, group.prefill, request.hits.get(Role.PREFILL, {}))
     engine = next(e for e in group.prefill if e.index == prefill.target.engine)
@@ -344,20 +344,18 @@ def choose_target(
     engines: Sequence[EngineView], request: RoutedRequest, role: Role, rules: RoutingRules
 ) -> TargetChoice:
     """Return the target for one role. Policies that ignore loads choose an engine first."""
+    hits = request.hits.get(role, {})
+    if len(engines) == 1 and len(engines[0].targets) == 1 and not hits:
+        return TargetChoice(engines[0].targets[0][0], RankingReason.ONLY, request.tokens)
     policy = rules.ranking(role)
     draw = request.draw if role is Role.PREFILL else request.draw * 2**20 % 1.0
-    hits = request.hits.get(role, {})
     job = RankingJob(request.tokens, request.turn, draw, request.session)
     if policy in (RankingPolicy.ROUND_ROBIN, RankingPolicy.RANDOM):
         places = [Candidate(Target(at), engine.ranks[0]) for at, engine in enumerate(engines)]
         picked = pick(policy, places, job)
         engine = engines[picked.candidate.target.engine]
-        within = (
-            RankingPolicy.LEAST_TOKENS if rules.dp_minimum_tokens else RankingPolicy.ROUND_ROBIN
-        )
-        turn = job.turn // len(engines)
-        found = pick(within, candidates_of([engine], hits), job._replace(turn=turn))
-        found = Pick(found.candidate, picked.why)
+        job = job._replace(turn=job.turn // len(engines))
+        found = pick(rules.within, candidates_of([engine], hits), job)._replace(why=picked.why)
     else:
         found = pick(policy, candidates_of(engines, hits), job)
     target = found.candidate.target
@@ -371,9 +369,11 @@ def _with_source(
 ) -> TargetChoice:
     """Return the choice with the share ticket of the target that has the most of the prompt, if
     that is clearly more than the chosen one has. An engine without a ticket reads from none."""
+    if not hits:
+        return chosen
     tickets = {
         target: (hits.get(target, CacheHit()).readable, -load.own, ticket)
-        for engine in (engines if hits else ())
+        for engine in engines
         for target, load in engine.targets
         if (ticket := engine.share_ticket(target.rank))
     }

@@ -59,9 +59,10 @@ class TargetLoad(NamedTuple):
     sent: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineView:
-    """One engine. ``index`` is its number in its role; numbers are never reused.
+    """One engine. ``index`` is its number in its role; numbers are never reused. Nobody changes a
+    view; a frozen one would take three times as long to make, twice in each request.
 
     Attributes:
         up: requests may go there: it answers, and is not being drained.
@@ -73,7 +74,7 @@ class EngineView:
         trusted: it has not just failed several requests. Untrusted engines are a last resort.
         proven: a probe has moved KV from or to it. Others are a last resort.
         share_tickets: by rank, as ``standing_tickets``; of engines that others may read from.
-        times: what its prompts took.
+        times: what its prompts took; nothing in a view for decisions that do not depend on it.
         drained: it answers, and is being drained.
         confirmed: it has told its models since it came up. It may have restarted with others.
     """

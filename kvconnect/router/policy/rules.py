@@ -28,6 +28,15 @@ class RoutingRules(NamedTuple):
     dp_minimum_tokens: bool = False
     disaggregate: Disaggregate = Disaggregate.ALWAYS
 
+    @property
+    def within(self) -> RankingPolicy:
+        """How a rank is picked of an engine that was chosen by a policy that ignores loads."""
+        return RankingPolicy.LEAST_TOKENS if self.dp_minimum_tokens else RankingPolicy.ROUND_ROBIN
+
+    def disaggregation(self, asked: Disaggregate | None) -> Disaggregate:
+        """Return whether a prompt is handed off. ``asked``: by a client that may."""
+        return self.disaggregate if asked is None else asked
+
     def ranking(self, role: Role) -> RankingPolicy:
         """Return how engines of a role are ranked."""
         return self.prefill if role is Role.PREFILL else self.decode

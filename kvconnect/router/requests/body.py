@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -50,9 +49,7 @@ _TURNS = ("previous_response_id", "background")  # of Responses: need further re
 _RETENTION = {"24h": 86_400.0}  # "in_memory" is what engines do without being asked
 _MARKS = {"5m": 300.0, "1h": 3600.0}
 _MARK_DEPTH = 3  # messages, their parts, and parts of a tool's result
-_MARKED = ("cache_control", "system", "messages", "tools")
-_EMPTY_LIST = re.compile(rb"\[\s*\]")
-_EMPTY_TEXT = re.compile(rb'[\[,\s]""')  # in a list of texts, where no text has a bare quote
+_MARKED = ("system", "messages", "tools")
 _FALSE = (b"", b"null", b"false", b"[]", b"{}", b'""', b"0")
 
 
@@ -112,7 +109,10 @@ class _Field(str):
     __slots__ = ()
 
 
+# Made once: to make one takes longer than to decode a short prompt.
 _FIELDS = msgspec.json.Decoder(dict[str, Raw])
+_MESSAGES, _PARTS = msgspec.json.Decoder(list[_Message]), msgspec.json.Decoder(list[_ContentPart])
+_MARKED_LIST, _CHOICE = msgspec.json.Decoder(list[_Marked]), msgspec.json.Decoder(_Tool | None)
 _BROKEN = (msgspec.DecodeError, ValueError, RecursionError)
 """Errors of decoding bytes that are not JSON of the expected type."""
 
@@ -136,19 +136,6 @@ def read_body(raw: bytes | bytearray) -> dict[str, Any]:
     for name in _ROUTERS_OWN:
         body.pop(name, None)
     return body
-
-
-def refuse_empty_prompts(body: Body) -> None:
-    """Refuse prompts without a token in a body of SGLang's ``/generate``: its server ends when it
-    computes one. Its other APIs refuse them themselves.
-
-    Raises:
-        Refused: one is empty.
-    """
-    text, ids = raw_of(body, "text"), raw_of(body, "input_ids")
-    empty = _EMPTY_LIST.match(text) or (text[:1] == b"[" and _EMPTY_TEXT.search(text))
-    if text == b'""' or empty or _EMPTY_LIST.search(ids):
-        raise Refused("body", "text or input_ids: a prompt is empty; send at least one token")
 
 
 def prompt_of(body: Body) -> Prompt:
@@ -328,11 +315,10 @@ def _chars_of_messages(text: bytes) -> int:
         return len(text)
     chars = 0
     try:
-        for message in msgspec.json.decode(text, type=list[_Message]):
+        for message in _MESSAGES.decode(text):
             content = bytes(message.content)
             if content[:1] == b"[":
-                parts = msgspec.json.decode(content, type=list[_ContentPart])
-                chars += sum(_chars_in(bytes(part.text)) for part in parts)
+                chars += sum(_chars_in(bytes(part.text)) for part in _PARTS.decode(content))
             else:
                 chars += _chars_in(content)
     except _BROKEN:
@@ -342,13 +328,11 @@ def _chars_of_messages(text: bytes) -> int:
 
 def _retention_of(body: Body) -> float:
     """Return the longest time that ``prompt_cache_retention`` or a ``cache_control`` asks for."""
-    seconds = [_RETENTION.get(_text(body, "prompt_cache_retention"), 0.0)]
-    for key in _MARKED:
-        text = raw_of(body, key)
-        if key == "cache_control":
-            text = b'[{"cache_control":' + text + b"}]" if text else b""
-        seconds.append(_longest_mark(text))
-    return max(seconds)
+    asked = _RETENTION.get(_text(body, "prompt_cache_retention"), 0.0)
+    lists = [raw_of(body, key) for key in _MARKED if key in body]
+    if "cache_control" in body:
+        lists.append(b'[{"cache_control":%b}]' % raw_of(body, "cache_control"))
+    return max((asked, *map(_longest_mark, lists)))
 
 
 def _longest_mark(text: bytes, depth: int = _MARK_DEPTH) -> float:
@@ -361,7 +345,7 @@ def _longest_mark(text: bytes, depth: int = _MARK_DEPTH) -> float:
     ):
         return 0.0
     try:
-        marked = msgspec.json.decode(text, type=list[_Marked])
+        marked = _MARKED_LIST.decode(text)
     except _BROKEN:
         return 0.0
     own = (_MARKS.get(mark.cache_control.ttl, 0.0) for mark in marked if mark.cache_control)
@@ -378,7 +362,7 @@ def _forces_tool(body: Body) -> bool:
     """Return whether Anthropic's API must call a certain tool: vLLM refuses to answer with one
     token of the call, which is no JSON. Where any tool will do, it answers without a call."""
     try:
-        found = msgspec.json.decode(raw_of(body, "tool_choice") or b"null", type=_Tool | None)
+        found = _CHOICE.decode(raw_of(body, "tool_choice") or b"null")
     except _BROKEN:
         return False
     return found is not None and found.type == "tool"

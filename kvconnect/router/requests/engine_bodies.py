@@ -33,7 +33,7 @@ from kvconnect.router.requests.body import Body
 _PARAMS = "kv_transfer_params"
 _MOONCAKE = "remote_bootstrap_addr"
 _TOKEN_IDS = "prompt_token_ids"  # of vLLM: in a prefill response, and in the ticket for decode
-_WHOLE_ANSWER = ("stream", "stream_options", "min_tokens")
+_WHOLE_ANSWER = ("stream", "stream_options", "min_tokens", "structured_outputs")
 _EVENT_END = b"\n\n"
 _OPENING = ("ping", "message_start", "response.created", "response.queued", "response.in_progress")
 ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1}
@@ -216,9 +216,9 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 _COUNTED = msgspec.json.Decoder(_Counted)
 
 
-def ticket_of(answer: bytes) -> dict[str, Any] | None:
+def ticket_of(answer: bytes, *, ids: bool = True) -> dict[str, Any] | None:
     """Return the ticket in a prefill engine's response, with the prompt's token ids if the response
-    has them; None if there is no ticket.
+    has them and ``ids`` is true; None if there is no ticket.
 
     Raises:
         Refused: the response is not a JSON object.
@@ -231,7 +231,7 @@ def ticket_of(answer: bytes) -> dict[str, Any] | None:
         ticket = msgspec.json.decode(parsed.kv_transfer_params, type=dict[str, Raw])
     except (msgspec.DecodeError, ValueError):  # no ticket, or an unusable one
         return None
-    if ticket and bytes(parsed.prompt_token_ids) != b"null":
+    if ids and ticket and bytes(parsed.prompt_token_ids) != b"null":
         ticket[_TOKEN_IDS] = parsed.prompt_token_ids
     return ticket or None
 

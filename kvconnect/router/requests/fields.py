@@ -20,6 +20,7 @@ from kvconnect.router.requests.json_parts import check_parts
 PRIORITY = "priority"
 _SAMPLING_PARAMS = "sampling_params"
 _SHOWN = 64  # characters of a field's name that an error repeats
+_EMPTY = (b"null", b"[]")  # SGLang's own client sends an empty list
 
 
 class Permissions(NamedTuple):
@@ -59,7 +60,8 @@ def permitted(kind: EngineKind, path: str, body: Body, permissions: Permissions)
         dropped = tuple(sorted((others - kept) & decisions.dropped))
         body = {name: value for name, value in body.items() if name in kept or name not in others}
     if decisions is _SGLANG and _SAMPLING_PARAMS in body:
-        body = {**body, _SAMPLING_PARAMS: _client_sampling(body[_SAMPLING_PARAMS])}
+        sampling = _client_sampling(body[_SAMPLING_PARAMS], permissions)
+        body = {**body, _SAMPLING_PARAMS: sampling}
     return Permitted(body, dropped)
 
 
@@ -74,10 +76,14 @@ def _passes(decisions: Decisions, name: str, permissions: Permissions) -> bool:
     if name == SALT and decisions is _SGLANG and permissions.listed_only:
         return False  # the router's own, at a path of SGLang's that takes none
     if name in decisions.refused or permissions.listed_only:
-        shown = name[:_SHOWN]
-        fix = f"leave it out, or have the router started with --pass-field {shown}"
-        raise Refused(shown, f"this router does not pass the field on: {fix}")
+        raise _refused(name)
     return True
+
+
+def _refused(name: str) -> Refused:
+    shown = name[:_SHOWN]
+    fix = f"leave it out, or have the router started with --pass-field {shown}"
+    return Refused(shown, f"this router does not pass the field on: {fix}")
 
 
 def check_named(names: Collection[str]) -> frozenset[str]:
@@ -93,27 +99,32 @@ def check_named(names: Collection[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _client_sampling(value: Any) -> Any:
+def _client_sampling(value: Any, permissions: Permissions) -> Any:
     """Return SGLang's sampling parameters without its internal fields.
 
     Raises:
-        Refused: they are neither an object nor a list of objects, or have too many parts.
+        Refused: they are neither an object nor a list of objects, have too many parts, or one may
+            not pass.
     """
     raw = bytes(value) if isinstance(value, Raw) else msgspec.json.encode(value)
     # An escape may hide a name.
-    if b"\\" not in raw and not any(name.encode() in raw for name in INTERNAL_SAMPLING):
+    names = INTERNAL_SAMPLING | REFUSED_SAMPLING
+    if b"\\" not in raw and not any(name.encode() in raw for name in names):
         return value
     check_parts(_SAMPLING_PARAMS, raw, "ask about fewer prompts at a time")
     try:
         if raw[:1] == b"[":
             found = msgspec.json.decode(raw, type=list[dict[str, Raw] | None])
-            return [each and _without_internal(each) for each in found]
-        return _without_internal(msgspec.json.decode(raw, type=dict[str, Raw]))
+            return [each and _without_internal(each, permissions) for each in found]
+        return _without_internal(msgspec.json.decode(raw, type=dict[str, Raw]), permissions)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Refused(_SAMPLING_PARAMS, "use an object, or a list of objects") from error
 
 
-def _without_internal(params: Mapping[str, Raw]) -> dict[str, Raw]:
+def _without_internal(params: Mapping[str, Raw], permissions: Permissions) -> dict[str, Raw]:
+    for name in REFUSED_SAMPLING - permissions.named:
+        if bytes(params.get(name, b"null")) not in _EMPTY:
+            raise _refused(name)
     return {name: value for name, value in params.items() if name not in INTERNAL_SAMPLING}
 
 
@@ -125,16 +136,19 @@ class Decisions(NamedTuple):
         dropped: fields that pass nowhere; without them the answer is the same.
         refused: fields that pass nowhere; without them the answer would be another one.
         own: fields that only the router sets.
+        keyless: fields that pass as those of no list do: where no client has a key.
     """
 
     passed: Mapping[str, frozenset[str]]
     dropped: frozenset[str]
     refused: frozenset[str]
     own: frozenset[str]
+    keyless: frozenset[str] = frozenset()
 
     def decided(self, path: str) -> frozenset[str]:
         """Return the fields that a list names for a path."""
-        return self.passed[path] | self.dropped | self.refused | self.own | {PRIORITY}
+        everywhere = self.dropped | self.refused | self.own | self.keyless | {PRIORITY}
+        return self.passed[path] | everywhere
 
 
 def _of(*groups: str) -> frozenset[str]:
@@ -177,10 +191,10 @@ _VLLM_TEXT = """
 _VLLM_TOOLS = "chat_template_kwargs parallel_tool_calls tool_choice tools top_logprobs"
 _VLLM_TEMPLATE = """
     add_generation_prompt add_special_tokens chat_template chat_template_kwargs
-    continue_final_message media_io_kwargs messages mm_processor_kwargs model"""
+    continue_final_message messages model"""
 _VLLM_POOL = """
-    cache_salt mm_processor_kwargs model padding request_id truncate_prompt_tokens truncation_side
-    use_activation user"""
+    cache_salt model padding request_id truncate_prompt_tokens truncation_side use_activation
+    user"""
 _VLLM_VECTORS = "dimensions embed_dtype encoding_format endianness"
 _VLLM_SCORES = "chat_template_kwargs instruction max_tokens_per_doc max_tokens_per_query"
 
@@ -201,7 +215,7 @@ _VLLM = Decisions(
             _VLLM_SAMPLING,
             _VLLM_TOOLS,
             "enable_response_messages include include_reasoning input instructions",
-            "max_output_tokens max_tool_calls media_io_kwargs metadata mm_processor_kwargs",
+            "max_output_tokens max_tool_calls metadata",
             "previous_input_messages previous_response_id prompt prompt_cache_key",
             "prompt_cache_options prompt_cache_retention reasoning safety_identifier service_tier",
             "store text truncation",
@@ -230,6 +244,8 @@ _VLLM = Decisions(
     dropped=_of("background kv_hints session_id", PRIORITY),
     refused=_NONE,
     own=_of("kv_transfer_params ec_transfer_params"),
+    # Sizes of images and videos: processors compute them before anything is counted.
+    keyless=_of("media_io_kwargs mm_processor_kwargs"),
 )
 
 # SGLang
@@ -241,8 +257,7 @@ _SGLANG_TEXT = """
     custom_params ebnf ignore_eos images_config logit_bias logprobs lora_path max_tokens min_tokens
     mm_processor_kwargs n no_stop_trim regex response_format return_cached_tokens_details
     return_hidden_states return_routed_experts return_spec_tokens_details return_token_ids
-    routed_experts_start_len seed skip_special_tokens stop_regex stop_token_ids stream_options
-    watermark"""
+    routed_experts_start_len seed skip_special_tokens stop_token_ids stream_options watermark"""
 _SGLANG_MEDIA = "audio_data image_data modalities video_data"
 _SGLANG_EMBEDDING = "dimensions embed_override_token_id embed_overrides lora_path"
 
@@ -317,7 +332,7 @@ _SGLANG = Decisions(
     ),
     # Code, other clients' sessions, and positions that the server computes itself.
     refused=_of(
-        "custom_logit_processor decision_layout is_cross_encoder_request session_params",
+        "custom_logit_processor decision_layout is_cross_encoder_request session_params stop_regex",
         "multi_item_delimiter_indices positional_embed_overrides token_indices_to_pool",
     ),
     own=_of(
@@ -331,6 +346,9 @@ INTERNAL_SAMPLING = _of(
     "stop_strs",
 )
 """Fields that SGLang computes from a request's sampling parameters."""
+REFUSED_SAMPLING = _of("stop_regex")
+"""Sampling parameters that need the operator. SGLang's scheduler tries a pattern after each token,
+and some patterns take for ever."""
 
 DECISIONS: Mapping[EngineKind, Decisions] = {
     EngineKind.VLLM: _VLLM,

@@ -230,6 +230,27 @@ def test_what_came_back_can_be_removed_before_it_is_taken() -> None:
         assert ends.relay.take() is None
 
 
+def test_what_cannot_be_told_for_want_of_memory_stays() -> None:
+    """Each allocation in turn fails, until none does: the record is made last."""
+    memory = pytest.importorskip("_testcapi")
+    short, enough = memory.set_nomemory, memory.remove_mem_hooks
+    with line() as ends:
+        key, remove, record = ends.add(), ends.relay.remove, None
+        ends.engine.sendall(chunk(b"a"))
+        assert ends.reads(6) == chunk(b"a")
+        for allowed in range(100):
+            try:
+                short(allowed)
+                record = remove(key)
+                break
+            except MemoryError:
+                continue
+            finally:
+                enough()
+        assert record is not None and allowed > 0
+        assert Returned(*record).reason == "removed" and Returned(*record).chunks == 1
+
+
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 

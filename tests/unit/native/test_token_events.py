@@ -155,6 +155,7 @@ ODD = {
     "a string without an end": HEAD + b'"a',
     "a string that ends with a backslash": HEAD + b'"a\\',
     "a line end in a string": HEAD + b'"a\n"' + MIDDLE + b"[1]" + TAIL,
+    "a line end after a backslash": HEAD + b'"a\\\n"' + MIDDLE + b"[1]" + TAIL,
     "another middle": HEAD + b'"a"' + MIDDLE.replace(b"null", b'"st"') + b"[1]" + TAIL,
     "another tail": A.replace(TAIL, b',"x":1}\n\n'),
     "another head": b"event: a\n" + A,

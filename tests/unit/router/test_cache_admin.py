@@ -283,6 +283,10 @@ async def test_the_command_asks_the_router(
         d.answer = says(500, {"error": {"message": "out of order"}})
         assert await asyncio.to_thread(cli.main, drop) == 1
         assert d.asked[-1]["messages"] and "prompt" not in d.asked[-1]
-        for wrong in (["--request", "/none"], ["--prompt", "p", "--tokens", "-1"]):
+        for wrong in (
+            ["--request", "/none"],
+            ["--prompt", "p", "--tokens", "-1"],
+            ["--prompt", "p", "--tokens", "0"],
+        ):
             with pytest.raises(SystemExit):
                 await asyncio.to_thread(cli.main, ["cache", "drop", *common, *wrong])

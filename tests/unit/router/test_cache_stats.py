@@ -273,11 +273,18 @@ async def test_the_command_names_the_prompt_as_for_hints(
         assert capsys.readouterr().out == f"prefill  {p.url}  0 of 3 tokens\n"
         assert await asyncio.to_thread(cli.main, [*asked, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["engines"][0]["tokens"] == 16
+        request.write_text(json.dumps({"prompt": IDS, "model": "tiny"}))
+        named = [*stats, "--request", str(request), "--engine", p.url]
+        assert await asyncio.to_thread(cli.main, named) == 0
+        assert "16 of 18 tokens" in capsys.readouterr().out
         for wrong, said in (
             ([*asked, "--api-key-file", str(key)], "the router does not know it"),
             ([*stats, "--prompt", "a"], "model: name the one"),
             ([*stats, "--tokens", "3"], "need --prompt or --request"),
+            ([*stats, "--tokens", "0"], "need --prompt or --request"),
+            ([*asked, "--tokens", "0"], "tokens 0: use 1 or more"),
             (["cache", "stats", str(tmp_path), "--prompt", "a"], "only with the URL"),
+            (["cache", "stats", str(tmp_path), "--tokens", "0"], "only with the URL"),
         ):
             with pytest.raises(SystemExit):
                 await asyncio.to_thread(cli.main, wrong)

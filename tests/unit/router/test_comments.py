@@ -13,6 +13,10 @@ from aiohttp import web
 from yarl import URL
 
 from kvconnect.errors import ConfigError
+from kvconnect.router.http.http_request import HttpRequest, RequestContent
+from kvconnect.router.http.http_response import ResponseHeads
+from kvconnect.router.http.reply import Reply
+from kvconnect.router.http.response_writer import ResponseWriter
 from kvconnect.router.options import Listening, RouterLimits
 from tests.fakes.engine import (
     ASK,
@@ -204,6 +208,47 @@ async def test_another_engine_is_tried_after_a_comment() -> None:
                 seen += await answer.read()
                 break
         assert bytes(seen).replace(COMMENT, b"") == (whole or (await router.post(STREAM)).body)
+
+
+class FakeTransport:
+    """A client's transport that notes what is written."""
+
+    def __init__(self) -> None:
+        self.sent = b""
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+class FakeRelayed:
+    """A stream in the relay. When it is stopped, the next one begins, if there is one."""
+
+    heard = 0.0
+
+    def __init__(self, reply: Any, following: FakeRelayed | None = None) -> None:
+        self.reply, self.following = reply, following
+
+    def stop(self) -> None:
+        self.reply._relayed = self.following
+
+
+@pytest.mark.parametrize("begins_again", [True, False])
+def test_none_is_sent_while_the_relay_writes(begins_again: bool) -> None:
+    """What came back with a stream may be sent at once, and the relay go on after it."""
+    client: Any = FakeTransport()
+    request = HttpRequest("POST", "/v1/completions", {}, RequestContent(lambda: None))
+    request.writer = ResponseWriter(client, ResponseHeads())
+    reply: Any = Reply(request, named_events=False, show_hits=False, relay=None)
+    reply.begin("text/event-stream", {})
+    reply._relayed = FakeRelayed(reply, FakeRelayed(reply) if begins_again else None)
+    reply._send_comment()
+    assert (COMMENT in client.sent) == (not begins_again)
 
 
 def test_the_limits_of_the_flag() -> None:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.router.http.connection_limits import ConnectionLimits
-from tests.fakes.engine import on_loop, until
+from tests.fakes.engine import ASK, EVENTS, FakeEngine, begin_stream, decodes, on_loop, until
 from tests.fakes.router_process import HEAD, Running, running
 
 FILES = 120  # of the router's process: 90 for clients, 67 of them for one address
 OF_ADDRESS = 67
-FEW_FILES = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({FILES}, {FILES})); "
+MORE_FILES = 400  # 300 for clients, 225 of them for one address
+STREAMS = 50  # take four files each in the relay: clients' and engines' sockets, and their copies
+LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0})); "
+FEW_FILES = LIMIT.format(FILES)
 NO_LIMIT = (
     "from kvconnect.router.http.connection_limits import ConnectionLimits as C; "
     "C.opened = lambda self, connection, address: True; "
@@ -86,6 +92,51 @@ async def test_control_without_the_limit_others_are_kept_out(tmp_path: Path) -> 
             except aiohttp.ClientError:
                 kept_out = True
             assert kept_out
+
+
+def copied_sockets(pid: int) -> int:
+    """Return how many sockets of a process have more than one descriptor."""
+    found = Counter[str]()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found[str(each.readlink())] += 1
+    return sum(name.startswith("socket:") and times > 1 for name, times in found.items())
+
+
+async def begins(engine: FakeEngine, request: web.Request, body: Any) -> web.StreamResponse:
+    """Sends a stream's first event, and no other."""
+    if not body.get("stream"):
+        return await decodes(engine, request, body)
+    stream = await begin_stream(request)
+    await stream.write(EVENTS[0])
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@on_loop
+async def test_idle_connections_beside_the_relay_leave_room_for_engines(tmp_path: Path) -> None:
+    log, body = tmp_path / "log", json.dumps(ASK | {"stream": True}).encode()
+    ask = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with running(log, before=LIMIT.format(MORE_FILES)) as router:
+        await until(router.both_up)
+        router.d.answer = begins
+        async with idle(router, ALICE, STREAMS) as streams:
+            for each in streams:
+                each.writer.write(ask)
+                await each.reader.readuntil(EVENTS[0])
+            await until(lambda: copied_sockets(router.pid) >= 2 * STREAMS)
+            async with idle(router, MALLORY, 225) as lines:
+                await until(lambda: "connections are refused: clients have" in log.read_text())
+                for each in lines[:8]:  # more than there are idle connections to the engine
+                    each.writer.write(ask)
+                    assert (await each.reader.read(12)).startswith(b"HTTP/1.1 200")
+
+
+def test_files_that_the_relay_holds_are_the_clients() -> None:
+    refused: list[str] = []
+    limit = ConnectionLimits(1024, 0, refused.append, held=lambda: 400)
+    assert all(limit.opened(Ended(), "ab"[number % 2]) for number in range(368))
+    assert not limit.opened(Ended(), "a") and refused == ["files"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=80))

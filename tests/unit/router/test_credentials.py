@@ -69,6 +69,22 @@ async def test_clients_keys_are_read_again(
         assert await serves(router, NEW)
 
 
+@on_loop
+async def test_keys_that_changed_before_the_router_watched_them_are_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    file = tmp_path / "keys"
+    file.write_text(OLD)
+    at = Listening(api_keys=read_api_keys(str(file)), api_key_file=str(file))
+    file.write_text(NEW)
+    async with bench([FakeEngine(prefills)], [FakeEngine(decodes)], listening=at) as router:
+        await until(lambda: serves(router, NEW))
+        assert not await serves(router, OLD)
+    # Control: nothing changed while it was watched.
+    assert "was read again" not in caplog.text
+
+
 async def _refuses(router: Bench, key: str) -> bool:
     return not await serves(router, key)
 

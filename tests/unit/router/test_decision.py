@@ -15,6 +15,7 @@ from kvconnect.errors import Refused
 from kvconnect.router.decision import ChosenEngines, ClientRequest, Decision, Legs
 from kvconnect.router.engine_spec import EngineSpec
 from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason
+from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role, TargetLoad
 from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests.apis import APIS, COMPLETIONS, Api
@@ -85,6 +86,15 @@ def test_it_is_decided_without_an_http_library() -> None:
     assert b"httptools" in imported("http.exchange").stderr
 
 
+@pytest.mark.parametrize("rule", Disaggregate)
+@pytest.mark.parametrize("wish", [None, *Disaggregate])
+def test_only_who_decides_by_measured_times_needs_them(
+    rule: Disaggregate, wish: Disaggregate | None
+) -> None:
+    asked = decision(rules=RoutingRules(disaggregate=rule), known={"disaggregate": wish})
+    assert asked.by_times is ((wish or rule) is Disaggregate.AUTO)
+
+
 def test_push_asks_both_engines_for_one_transfer() -> None:
     asked = decision(rules=RoutingRules(), max_tokens=9, stream=True)
     legs = legs_of(asked, fleet())
@@ -105,6 +115,20 @@ def test_pull_gives_prefills_ticket_to_decode() -> None:
     legs.prefilled(b'{"kv_transfer_params": {"from": "prefill"}}')
     assert legs.choice.mode is Mode.PULL
     assert sent(legs.decode(False).body)[PARAMS] == {"from": "prefill"}
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_a_chat_whose_text_the_client_wants_is_tokenized_by_decode_too(ids: bool) -> None:
+    """vLLM has no text of a prompt that it gets as token ids."""
+    answer = b'{"kv_transfer_params": {"from": "prefill"}, "prompt_token_ids": [7]}'
+    more: dict[str, Any] = {"return_token_ids": True} if ids else {}
+    legs = legs_of(decision(CHAT, return_prompt_text=True, **more), fleet())
+    assert sent(legs.prefill().body).get("return_token_ids", False) == ids
+    legs.prefilled(answer)
+    assert sent(legs.decode(False).body)[PARAMS] == {"from": "prefill"}
+    legs = legs_of(decision(CHAT, return_prompt_text=False, **more), fleet())
+    legs.prefilled(answer)
+    assert sent(legs.decode(False).body)[PARAMS]["prompt_token_ids"] == [7]
 
 
 @pytest.mark.parametrize("answer", [b"{}", None])

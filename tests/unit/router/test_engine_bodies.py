@@ -36,13 +36,7 @@ from kvconnect.router.policy.no_choice import explain_no_choice
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests import engine_bodies
-from kvconnect.router.requests.body import (
-    prefix_of,
-    prompt_of,
-    read_body,
-    refuse_empty_prompts,
-    token_ids_of,
-)
+from kvconnect.router.requests.body import prefix_of, prompt_of, read_body, token_ids_of
 
 ID = "0123456789abcdef" * 2
 
@@ -64,6 +58,7 @@ def test_prefill_is_asked_for_one_token_of_the_same_prompt() -> None:
         "max_tokens": 50,
         "max_completion_tokens": 60,
         "min_tokens": 5,
+        "structured_outputs": {"regex": "a+"},
         "temperature": 0.1,
         "made_up": {"kept": 1},
     }
@@ -755,31 +750,3 @@ def test_a_byte_order_mark_before_a_body_is_skipped(kind: type[bytes] | type[byt
     for wrong in (mark + mark + body, b"{" + mark + body[1:], mark):
         with pytest.raises(Refused, match="not a JSON object"):
             read_body(kind(wrong))
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"text": ""}',
-        b'{"text": ["a", ""]}',
-        b'{"text": []}',
-        b'{"input_ids": [ ]}',
-        b'{"input_ids": [[1], [ ]]}',
-        b'{"text": null, "input_ids": []}',
-        b'{"text": ["a,\\"", ""]}',
-    ],
-)
-def test_empty_prompts_of_generate_are_refused(body: bytes) -> None:
-    with pytest.raises(Refused, match="a prompt is empty"):
-        refuse_empty_prompts(read_body(body))
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(b'{"text": "a"}', b'{"input_ids": [0]}', b'{"text": null}', b"{}", b'{"text": 3}'),
-        *(b'{"text": "[] \\"\\""}', b'{"text": ["a, ", " \\"\\"", "[\\"\\"]", "[]"]}'),
-    ],
-)
-def test_control_other_prompts_are_left_to_the_engine(body: bytes) -> None:
-    refuse_empty_prompts(read_body(body))

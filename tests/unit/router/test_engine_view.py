@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,7 +21,13 @@ from kvconnect.router.fleet.kv_subscriber import Subscriber
 from kvconnect.router.policy.choice import TargetChoice
 from kvconnect.router.policy.fleet_view import EngineView, ModelKnowledge, Role, Target
 from kvconnect.router.policy.loads import Loads
-from kvconnect.router.policy.prompt_times import FEWEST, STALE_S, PromptTimer, StartedPrompt
+from kvconnect.router.policy.prompt_times import (
+    FEWEST,
+    NOTHING_KNOWN,
+    STALE_S,
+    PromptTimer,
+    StartedPrompt,
+)
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.requests.engine_bodies import EngineTicket, TicketKind
 
@@ -137,6 +144,28 @@ def test_times_that_were_not_measured_again_are_not_seen_any_more() -> None:
         times = life.engine.view(life.now, proven=False).times
         assert ("push" in times.arrival) is known
         assert (times.arrival_s is not None) is known
+
+
+def test_times_are_worked_out_only_for_who_asks_for_them(monkeypatch: Any) -> None:
+    life, asked = Life(), 0
+    at = PromptTimer.at
+
+    def count(timer: PromptTimer, now: float) -> Any:
+        nonlocal asked
+        asked += 1
+        return at(timer, now)
+
+    monkeypatch.setattr(PromptTimer, "at", count)
+    for _ in range(FEWEST):
+        life.is_asked()
+        life.arrives()
+        plain = life.engine.view(life.now, proven=False, timed=False)
+    assert (asked, plain.times) == (0, NOTHING_KNOWN)
+    timed = life.engine.view(life.now, proven=False)
+    assert (asked, timed.times) == (1, at(life.engine.timer, life.now))
+    assert timed.times != NOTHING_KNOWN
+    assert replace(timed, times=NOTHING_KNOWN) == plain
+    assert life.engine.view(life.now, proven=False, timed=False) == plain
 
 
 def test_what_nothing_told_of_is_not_seen() -> None:

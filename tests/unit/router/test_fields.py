@@ -106,6 +106,28 @@ def test_a_field_that_runs_code_or_names_sessions_needs_the_operator() -> None:
                 kept(EngineKind.SGLANG, "/generate", permissions, text="a", **{name: "x"})
 
 
+@pytest.mark.parametrize("name", ["stop_regex", "stop\\u005fregex"])
+def test_a_pattern_that_sglang_tries_after_each_token_needs_the_operator(name: str) -> None:
+    raw, named = name.encode(), Permissions(named=frozenset({"stop_regex"}))
+    nested = b'{"sampling_params":%b}'
+    for path, sent in (
+        ("/v1/completions", b'{"%b":"(a+)+$"}' % raw),
+        ("/v1/chat/completions", b'{"%b":["(a+)+$"]}' % raw),
+        ("/generate", nested % (b'{"%b":"(a+)+$"}' % raw)),
+        ("/generate", nested % (b'[{},{"%b":["(a+)+$"]}]' % raw)),
+    ):
+        body = read_body(sent)
+        for permissions in (KEYED, Permissions()):
+            with pytest.raises(Refused, match="--pass-field stop_regex"):
+                permitted(EngineKind.SGLANG, path, body, permissions)
+        found = permitted(EngineKind.SGLANG, path, body, named).body
+        assert b'"stop_regex":' in msgspec.json.encode(found)
+    for empty in (b"null", b"[]"):  # SGLang's own client always sends the field
+        body = read_body(nested % (b'{"%b":%b}' % (raw, empty)))
+        found = permitted(EngineKind.SGLANG, "/generate", body, KEYED).body
+        assert msgspec.json.encode(found) == nested % (b'{"stop_regex":%b}' % empty)
+
+
 def test_priority_passes_with_the_permission_of_the_key() -> None:
     for engine, path in ((EngineKind.VLLM, "/v1/completions"), (EngineKind.SGLANG, "/generate")):
         assert kept(engine, path, KEYED, priority=-9) == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from kvconnect.router.connections.engine_connection import (
     BaseUrl,
     ClosedEarly,
     ConnectionLost,
+    Exhausted,
     Unreachable,
     read,
 )
@@ -301,6 +303,33 @@ async def test_control_an_engine_that_sends_while_it_is_down_is_not_given_up(
     client.release(base, connection)
     client.close()
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "blamed"),
+    [
+        (errno.EADDRNOTAVAIL, False),
+        (errno.ENOBUFS, False),
+        (errno.ENOMEM, False),
+        (errno.EMFILE, False),
+        (errno.ECONNREFUSED, True),
+    ],
+)
+@on_loop
+async def test_an_engine_is_not_blamed_for_what_is_used_up_here(
+    code: int, blamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(code, "none")
+
+    loop = asyncio.get_running_loop()
+    async with asked(Engine([OK])) as (client, base):
+        with monkeypatch.context() as within:
+            within.setattr(loop, "create_connection", refuse, raising=False)
+            with pytest.raises(Unreachable) as failed:
+                await ask(client, base)
+        assert isinstance(failed.value, Exhausted) is not blamed
+        assert await ask(client, base) == b"ok"
 
 
 @on_loop

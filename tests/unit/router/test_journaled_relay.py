@@ -6,9 +6,11 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
+from kvconnect.router.connections.relay import NO_MEMORY, Returned, StreamRelay
 from kvconnect.router.options import Listening
 from kvconnect.router.requests import event_form, retries
 from kvconnect.router.requests.event_form import NotedEvents, TokenEvent
@@ -125,6 +127,27 @@ async def test_notes_that_are_lost_are_seen(monkeypatch: pytest.MonkeyPatch, see
     monkeypatch.setattr(StreamJournal, "relayed", lambda *_: None)
     body = await answered(Paced(seen, dies=12), "/v1/completions")
     assert not body.endswith(b"[DONE]\n\n") or merged(body) != merged(TokenModel("a").answer(ASK))
+
+
+@on_loop
+async def test_a_stream_that_lost_bytes_for_want_of_memory_ends(
+    monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
+    """Nobody can tell whether its client has all that counts as sent."""
+    give, losses = StreamRelay._give, 0
+
+    def given(relay: StreamRelay, returned: Returned) -> None:
+        nonlocal losses
+        if returned.chunks and not losses:
+            losses += 1
+            returned = returned._replace(reason=NO_MEMORY, unsent=b"", rest=b"")
+        give(relay, returned)
+
+    monkeypatch.setattr(StreamRelay, "_give", given)
+    paced = Paced(seen)
+    with pytest.raises(aiohttp.ClientError):
+        await answered(paced, "/v1/completions")
+    assert losses == 1 and len(paced.asked) == 1, "no other engine goes on"
 
 
 @on_loop

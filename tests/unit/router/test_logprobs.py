@@ -1,19 +1,33 @@
-"""Log probabilities of a prompt that SGLang handed over: prefill's, in decode's answer."""
+"""Log probabilities of a prompt that SGLang handed over: prefill's, in decode's answer. And what a
+server cannot tell, or would tell wrongly."""
 
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvconnect.errors import Refused
+from kvconnect.router import decision
 from kvconnect.router.requests.body import read_body
-from kvconnect.router.requests.logprobs import wants_prompt_logprobs, with_prompt_logprobs
+from kvconnect.router.requests.logprobs import (
+    needs_own_prompt,
+    refuse_unsafe,
+    wants_prompt_logprobs,
+    with_prompt_logprobs,
+)
 from tests.fakes.engine import FakeEngine, bench, on_loop, says
 
 ALL = {"return_logprob": True, "logprob_start_len": 0}
+TOPS = {
+    "/generate": "top_logprobs_num",
+    "/v1/completions": "logprobs",
+    "/v1/chat/completions": "top_logprobs",
+    "/v1/responses": "top_logprobs",
+}
 
 
 def wants(path: str = "/generate", **fields: Any) -> bool:
@@ -40,6 +54,65 @@ def test_what_cannot_be_merged_is_refused() -> None:
         wants(**ALL, stream=True)
     with pytest.raises(Refused, match="echo"):
         wants("/v1/completions", echo=True, logprobs=1)
+    for name, value in (
+        ("return_routed_experts", True),
+        ("return_indexer_topk", True),
+        ("return_hidden_states", True),
+        ("return_hidden_states", 1),
+        ("return_hidden_states", ["last", True]),
+    ):
+        with pytest.raises(Refused, match=f"^{name}: .*loses the prompt's"):
+            check("/generate", **{name: value})
+        check("/generate", handed_over=False, **{name: value})
+        check("/generate", **{name: False})
+    for fewer in ("last", ["last", False], None):
+        check("/generate", return_hidden_states=fewer)
+
+
+def check(path: str, *, handed_over: bool = True, **fields: Any) -> None:
+    refuse_unsafe(path, read_body(msgspec.json.encode(fields)), handed_over=handed_over)
+
+
+@pytest.mark.parametrize("path", TOPS)
+@pytest.mark.parametrize("many", [129, "130", 2e2, [0, 129], 10**400, "inf"])
+def test_more_likely_tokens_than_a_hand_off_has_room_for_are_refused(path: str, many: Any) -> None:
+    name = TOPS[path]
+    sent = read_body(json.dumps({name: many}).encode())
+    with pytest.raises(Refused, match=f"^{name}: use (128 or less|one value)"):
+        refuse_unsafe(path, sent, handed_over=True)
+    check(path, **{name: 128})
+
+
+@pytest.mark.parametrize("odd", [None, "many", "nan", -1, [None, [1]], {}, [], True])
+def test_what_is_no_large_number_is_left_to_the_server(odd: Any) -> None:
+    for path, name in TOPS.items():
+        check(path, **{name: odd})
+        check("/v1/embeddings", **{name: odd})
+
+
+def test_a_server_that_computes_its_own_prompts_tells_more_likely_tokens() -> None:
+    for path, name in TOPS.items():
+        check(path, handed_over=False, **{name: 4096})
+        with pytest.raises(Refused, match="use 4096 or less"):
+            check(path, handed_over=False, **{name: 4097})
+
+
+def test_a_list_with_too_many_parts_is_refused_before_it_is_decoded() -> None:
+    with pytest.raises(Refused, match="too many parts: ask about fewer prompts"):
+        check("/generate", top_logprobs_num=[1] * 70_000)
+
+
+def own(**fields: Any) -> bool:
+    return needs_own_prompt(read_body(msgspec.json.encode(fields)))
+
+
+def test_vllm_computes_a_prompt_itself_whose_log_probabilities_it_tells() -> None:
+    for value in (0, 1, -1, False):  # vLLM takes false for 0
+        assert own(prompt_logprobs=value)
+    assert own(echo=True, logprobs=0) and own(echo=True, messages=[])
+    for other in ({}, {"prompt_logprobs": None}, {"echo": True}, {"logprobs": 1}):
+        assert not own(**other)
+    assert not own(echo=True, logprobs=None) and not own(echo=False, messages=[])
 
 
 @pytest.mark.parametrize("many", [False, True])
@@ -86,3 +159,34 @@ async def test_a_router_merges_and_serves_lists_of_prompts() -> None:
         assert headers["x-kvconnect-mode"] == "bootstrap"
         status, _, _ = await router.post({"input_ids": [1], **ALL, "stream": True}, "/generate")
         assert status == 400
+
+
+@on_loop
+async def test_neither_server_is_asked_for_what_ends_it() -> None:
+    p, d = FakeEngine(says(200, told([]))), FakeEngine(says(200, told([])))
+    p.settings = d.settings = ",engine=sglang"
+    p.standing_ticket_lifetime_s = 0
+    async with bench([p], [d]) as router:
+        for path, name in TOPS.items():
+            ask = {"model": "tiny", "prompt": "a", "input_ids": [1]}
+            status, said, _ = await router.post(ask | {name: 129}, path)
+            assert (status, b"use 128 or less" in said) == (400, True)
+        assert p.asked == d.asked == []
+        assert (await router.post({"input_ids": [1]}, "/generate")).status == 200
+
+
+@on_loop
+async def test_answers_are_merged_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[threading.Thread] = []
+
+    def noted(answer: bytes, prefilled: bytes) -> bytes:
+        seen.append(threading.current_thread())
+        return with_prompt_logprobs(answer, prefilled)
+
+    monkeypatch.setattr(decision, "with_prompt_logprobs", noted)
+    p, d = FakeEngine(says(200, told([[None, 5]]))), FakeEngine(says(200, told([])))
+    p.settings = d.settings = ",engine=sglang"
+    p.standing_ticket_lifetime_s = 0
+    async with bench([p], [d]) as router:
+        assert (await router.post({"input_ids": [1], **ALL}, "/generate")).status == 200
+    assert len(seen) == 1 and seen[0] is not threading.current_thread()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnect.router.policy.fleet_view import (
-    Target,
-    TargetLoad,
-)
+from kvconnect.router.policy import choice
+from kvconnect.router.policy.choice import RoutedRequest, TargetChoice, choose_target
+from kvconnect.router.policy.fleet_view import EngineView, Role, Target, TargetLoad
+from kvconnect.router.policy.prefixes import CacheHit
 from kvconnect.router.policy.ranking import (
     Candidate,
     RankingJob,
@@ -21,6 +22,7 @@ from kvconnect.router.policy.ranking import (
     pick,
     tokens_at,
 )
+from kvconnect.router.policy.rules import RoutingRules
 
 LOAD_AWARE = (RankingPolicy.LEAST_TOKENS, RankingPolicy.CACHE_AWARE)
 
@@ -182,3 +184,25 @@ def test_nobody_starves(policy: RankingPolicy, number: int, seed: int) -> None:
         own[place] += 100
         found[place] += 1
     assert len(found) == number, found
+
+
+@pytest.mark.parametrize("policy", RankingPolicy)
+@pytest.mark.parametrize("role", Role)
+def test_a_single_target_is_not_ranked(
+    policy: RankingPolicy, role: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rankings = Mock(wraps=pick)
+    monkeypatch.setattr(choice, "pick", rankings)
+    rules, only = RoutingRules(policy, policy), EngineView(7, True)
+
+    def found(*engines: EngineView, **more: Any) -> TargetChoice:
+        return choose_target(engines, RoutedRequest(3, 100, **more), role, rules)
+
+    assert found(only) == TargetChoice(Target(7), RankingReason.ONLY, 100)
+    assert not rankings.called
+    # The control: where something is cached, or there are several targets.
+    cached = found(only, hits={role: {Target(7): CacheHit(64, 60.0)}})
+    assert cached == TargetChoice(Target(7), RankingReason.ONLY, 36, 64, loading=4)
+    found(only, EngineView(8, True))
+    found(EngineView(7, True, (TargetLoad(), TargetLoad())))
+    assert rankings.call_count >= 3

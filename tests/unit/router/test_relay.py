@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Never
 
 import aiohttp
 import pytest
@@ -230,6 +231,27 @@ async def test_a_client_that_does_not_read_holds_the_engine_back(seen: Seen) -> 
 
 
 @on_loop
+async def test_a_stream_that_was_taken_back_at_once_is_relayed_again(seen: Seen) -> None:
+    """A comment takes it back before the relay had anything to pass on."""
+
+    async def answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        stream = await begin_stream(request)
+        await stream.write(event(0))
+        await until(lambda: any(each.reason == "removed" for each in seen))
+        await stream.write(event(1))
+        await until(lambda: seen.started > 1)
+        await stream.write(DONE)
+        return stream
+
+    async with router(answer, comment_s=0.05) as made:
+        reply = await made.post(STREAM)
+    assert reply.body.replace(b": keep-alive\n\n", b"") == event(0) + event(1) + DONE
+    assert seen[0].chunks == 0
+
+
+@on_loop
 async def test_a_receipt_comes_before_the_end(seen: Seen) -> None:
     """With receipts, the last event waits for them; what passes before it passes in the relay."""
     pieces = [chunk(event(number)) for number in range(1, 20)]
@@ -281,3 +303,14 @@ def test_where_the_extension_is_not_built_there_is_none(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "kvconnect._native", None)
     monkeypatch.delattr("kvconnect._native", raising=False)
     assert make_relay(lambda _: None) is None
+
+
+def test_where_the_relay_cannot_start_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(most_fd: int) -> Never:
+        raise OSError(errno.EAGAIN, f"no thread, {most_fd}")
+
+    monkeypatch.setattr("kvconnect._native.Relay", refused)
+    assert make_relay(lambda _: None) is None
+    assert "the relay cannot start: [Errno 11] no thread" in caplog.text

@@ -240,7 +240,7 @@ async def test_sampled_answers_end_as_ever(path: str, kind: str) -> None:
         (CHATS, SGLANG, {"rid": "mine"}, AfterLoss.FIELD),
         (GENERATE, SGLANG, {"return_logprob": True}, AfterLoss.LOGPROBS),
         (GENERATE, SGLANG, {"sampling_params": {"n": 2, "temperature": 0}}, AfterLoss.PROMPTS),
-        (GENERATE, SGLANG, {"sampling_params": 0}, AfterLoss.SAMPLED),
+        (GENERATE, SGLANG, {"sampling_params": {}}, AfterLoss.SAMPLED),
     ],
 )
 @on_loop

@@ -206,6 +206,29 @@ async def test_several_prompts_or_answers_go_to_decode_alone(several: dict[str, 
         assert await ended(router, "plain", "multi", "ok") == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt_logprobs": 0}),
+        ("/v1/completions", {"echo": True, "logprobs": 1}),
+        ("/v1/chat/completions", {"prompt_logprobs": 1}),
+        ("/v1/chat/completions", {"messages": [], "echo": True}),
+    ],
+)
+@on_loop
+async def test_prompts_whose_logprobs_are_asked_for_are_computed_once(
+    path: str, fields: dict[str, Any]
+) -> None:
+    p, d = pair()
+    async with bench([p], [d]) as router:
+        status, _, headers = await router.post(ASK | fields, path)
+        assert (status, headers["x-kvconnect-mode"]) == (200, "plain")
+        assert (p.asked, d.asked) == ([], [ASK | fields])
+        assert await ended(router, "plain", "multi", "ok") == 1
+        _, _, headers = await router.post(ASK | {"echo": True, "prompt_logprobs": None})
+        assert headers["x-kvconnect-mode"] == "push"
+
+
 @pytest.mark.parametrize("pull", [False, True])
 @on_loop
 async def test_what_a_client_says_about_transfers_goes_nowhere(pull: bool) -> None:

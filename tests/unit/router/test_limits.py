@@ -1,0 +1,283 @@
+"""Bounds of what clients ask engines for: what is beyond one is refused, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvconnect.errors import Refused
+from kvconnect.router.policy.fleet_view import EngineKind
+from kvconnect.router.requests.body import read_body
+from kvconnect.router.requests.fields import Permissions, permitted
+from kvconnect.router.requests.limits import refuse_beyond_limits, refuse_many_prompts
+from tests.fakes.engine import FakeEngine, bench, on_loop, says
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
+PATHS = (COMPLETIONS, CHAT, GENERATE)
+VLLM = tuple(kind for kind in EngineKind if kind is not EngineKind.SGLANG)
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+TOOL = {"type": "function", "function": {"name": "x"}}
+SPACES = "spaces_between_special_tokens"
+
+
+def refused_as(path: str, sent: bytes, *named: str, kind: EngineKind = EngineKind.SGLANG) -> str:
+    """Return the field as which a body is refused; empty: it is not."""
+    try:
+        body = permitted(kind, path, read_body(sent), Permissions()).body
+        refuse_beyond_limits(kind, path, body, named)
+    except Refused as refused:
+        return refused.field
+    return ""
+
+
+def refused(path: str, *named: str, kind: EngineKind = EngineKind.SGLANG, **fields: Any) -> str:
+    return refused_as(path, json.dumps(fields).encode(), *named, kind=kind)
+
+
+BEYOND: list[tuple[str, Any, Any]] = [
+    *(("n", many, 128) for many in (129, 10**9, "129", 1e9, -1, 10**400)),
+    *(("top_k", many, 2**30) for many in (2**31, str(2**31), 2.0**31, -2)),
+    *(("temperature", hot, 100) for hot in (1e39, "1e39", "nan", "inf", 101, -0.1)),
+    *(("logit_bias", {"5": bias}, {"5": -1e9}) for bias in (1e39, -2e9, "nan", "1", True)),
+    ("stop", "x" * 5000, "x" * 4000),
+    ("stop", ["x" * 3000] * 2, ["x" * 100] * 32),
+    ("stop_token_ids", list(range(1025)), list(range(1024))),
+    ("regex", "x" * 300_000, "x" * 260_000),
+    ("ebnf", "x" * 300_000, "x"),
+    ("json_schema", "x" * 300_000, "{}"),
+    ("structural_tag", "x" * 300_000, "{}"),
+    ("response_format", {**SCHEMA, "x": "x" * 300_000}, SCHEMA),
+    ("tools", ["x" * 1_100_000], ["x" * 1_000_000]),
+]
+"""Field, what is beyond its bound, and what is at it or within."""
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("name", "beyond", "within"), BEYOND, ids=[f"{each[0]}{n}" for n, each in enumerate(BEYOND)]
+)
+def test_a_field_beyond_its_bound_is_refused(
+    path: str, name: str, beyond: Any, within: Any
+) -> None:
+    plain, escaped = f'"{name}"'.encode(), f'"\\u{ord(name[0]):04x}{name[1:]}"'.encode()
+    nested = [{name: beyond}, [{name: beyond}], [{}, None, {name: beyond}]]
+    for sent in ({name: beyond}, *({"sampling_params": each} for each in nested)):
+        raw = json.dumps(sent).encode()
+        for body in (raw, raw.replace(plain, escaped)):
+            assert refused_as(path, body) == name
+        assert refused_as(path, raw, name) == "", "the operator lets it pass"
+        for kind in VLLM:
+            assert refused_as(path, raw, kind=kind) == ""
+    for sent in ({name: within}, {"sampling_params": {name: within}}, {name: None}):
+        assert refused(path, **sent) == ""
+
+
+@pytest.mark.parametrize("params", ["x", 5, ["x"], [[]], True])
+def test_sampling_parameters_are_objects(params: Any) -> None:
+    assert refused(GENERATE, sampling_params=params) == "sampling_params"
+    for empty in (None, {}, [], [None]):
+        assert refused(GENERATE, sampling_params=empty) == ""
+
+
+def test_fields_with_too_many_parts_are_not_decoded() -> None:
+    many = {str(number): 1 for number in range(70_000)}
+    assert refused(COMPLETIONS, logit_bias=many) == "logit_bias"
+    assert refused(GENERATE, sampling_params={"logit_bias": many}) == "sampling_params"
+    assert refused(GENERATE, logprob_start_len=[0] * 70_000) == "logprob_start_len"
+
+
+@pytest.mark.parametrize("start", [-2, [-1, -5], "-2.0"])
+def test_a_start_of_logprobs_before_the_prompt_is_refused(start: Any) -> None:
+    prompts = {"text": ["a", "b"]} if isinstance(start, list) else {"text": "a"}
+    assert refused(GENERATE, logprob_start_len=start, **prompts) == "logprob_start_len"
+    for fine in (-1, 0, 10**6, None):
+        assert refused(GENERATE, logprob_start_len=fine, **prompts) == ""
+    assert refused(GENERATE, logprob_start_len=[-1, 5], text=["a", "b"]) == ""
+
+
+def test_ids_whose_probabilities_are_asked_for_are_counted_for_each_prompt() -> None:
+    most = list(range(4096))
+    for fine in (most, [most, most], None, [], 5, [[], None]):
+        assert refused(GENERATE, token_ids_logprob=fine) == ""
+    for many in ([*most, 1], [most, [*most, 1]], [5] * 70_000):
+        assert refused(GENERATE, token_ids_logprob=many) == "token_ids_logprob"
+
+
+BY_PROMPT = {
+    "logprob_start_len": [0],
+    "top_logprobs_num": [5],
+    "return_hidden_states": [False],
+    "lora_path": ["known"],
+}
+ONE: list[tuple[str, dict[str, Any]]] = [
+    (GENERATE, {"text": "a"}),
+    (GENERATE, {"input_ids": [1, 2]}),
+    (GENERATE, {"text": None, "input_ids": [1], "prompt": ["x"]}),
+    (GENERATE, {"input_embeds": [[0.5], [0.1]]}),
+    (COMPLETIONS, {"prompt": "a", "text": ["x"]}),
+    (COMPLETIONS, {"prompt": [1], "input_ids": [[1]]}),
+    (CHAT, {"messages": [], "prompt": ["a"]}),
+    ("/v1/embeddings", {"input": "a"}),
+]
+SEVERAL: list[tuple[str, dict[str, Any]]] = [
+    (GENERATE, {"text": ["a"]}),
+    (GENERATE, {"input_ids": [[1]]}),
+    (GENERATE, {"input_embeds": [[[0.5]]]}),
+    (COMPLETIONS, {"prompt": ["a", "b"]}),
+    (COMPLETIONS, {"prompt": [[1]]}),
+    ("/v1/embeddings", {"input": ["a"]}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BY_PROMPT.items())
+def test_a_list_is_refused_where_there_is_one_prompt(name: str, value: Any) -> None:
+    for path, prompt in ONE:
+        assert refused(path, **prompt, **{name: value}) == name
+        assert refused(path, name, **prompt, **{name: value}) == ""
+        assert refused(path, **prompt, **{name: None}) == ""
+    spaced = b'{"input_ids": [ %b 1], "%b": [ ]}' % (b" " * 200, name.encode())
+    assert refused_as(GENERATE, spaced) == name
+    for path, prompt in SEVERAL:
+        assert refused(path, **prompt, **{name: value}) == ""
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *({name: "a"} for name in ("regex", "ebnf", "json_schema", "structural_tag")),
+        *({"response_format": {"type": kind}} for kind in ("json_object", "json_schema")),
+        *({"tool_choice": choice} for choice in ("required", TOOL)),
+    ],
+)
+def test_a_least_number_of_tokens_is_refused_beside_a_grammar(form: dict[str, Any]) -> None:
+    for path in (COMPLETIONS, CHAT):
+        assert refused(path, min_tokens=1, **form) == "min_tokens"
+        assert refused(path, "min_tokens", min_tokens=1, **form) == ""
+        assert refused(path, min_tokens=0, **form) == refused(path, **form) == ""
+    if form.keys() & {"regex", "ebnf", "json_schema", "structural_tag"}:
+        params = {"min_new_tokens": "1", **form}
+        assert refused(GENERATE, sampling_params=[{}, params]) == "min_new_tokens"
+        assert refused(GENERATE, sampling_params=form) == ""
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"response_format": None},
+        *({"tool_choice": choice} for choice in ("auto", "none", None)),
+        {"regex": None, "ebnf": ""},
+    ],
+)
+def test_a_least_number_of_tokens_passes_without_a_grammar(form: dict[str, Any]) -> None:
+    assert refused(CHAT, min_tokens=5, **form) == ""
+
+
+@pytest.mark.parametrize("value", [1, "x", [], {}])
+def test_a_template_value_that_ends_the_detokenizer_is_refused(value: Any) -> None:
+    name = "chat_template_kwargs"
+    raw = json.dumps({name: {"a": 1, SPACES: value}}).encode()
+    for sent in (raw, raw.replace(b"spaces_b", b"spaces\\u005fb")):
+        assert refused_as(CHAT, sent) == name
+        assert refused_as(CHAT, sent, name) == ""
+    for fine in ({SPACES: True}, {SPACES: None}, {"a": value, "b": "\\"}, None, value):
+        assert refused(CHAT, **{name: fine}) == ""
+
+
+EMPTY = [
+    *((GENERATE, f'{{"text": {text}}}') for text in ('""', '["a", ""]', "[]", '["a,\\"", ""]')),
+    *((GENERATE, f'{{"input_ids": {ids}}}') for ids in ("[ ]", "[[1], [ ]]", "[\n[],[1]]")),
+    (GENERATE, '{"text": null, "input_ids": []}'),
+    *((COMPLETIONS, f'{{"prompt": {each}}}') for each in ('""', "[]", '["a", ""]', '["",\n"a"]')),
+    *((COMPLETIONS, f'{{"prompt": {each}}}') for each in ("[[1],[]]", "[[], [1]]", '["[", ""]')),
+]
+
+
+@pytest.mark.parametrize(("path", "sent"), EMPTY)
+def test_empty_prompts_are_refused(path: str, sent: str) -> None:
+    assert refused_as(path, sent.encode()) == "body"
+    assert refused_as(path, sent.encode(), kind=EngineKind.VLLM) == ""
+    assert refused_as("/v1/embeddings", sent.encode()) == ""
+
+
+TEXTS = ("a", None, 3, '[] ""', ["a, ", ' ""', '[""]', "[]", " "], ["[", "[]"])
+
+
+@pytest.mark.parametrize("prompt", [*TEXTS, [0], [[1], [2]]])
+def test_control_other_prompts_are_left_to_the_engine(prompt: Any) -> None:
+    assert refused(GENERATE, text=prompt) == refused(COMPLETIONS, prompt=prompt) == ""
+    assert refused(GENERATE, input_ids=prompt) == refused(GENERATE) == ""
+
+
+def many(**fields: Any) -> str:
+    try:
+        refuse_many_prompts(read_body(json.dumps(fields).encode()))
+    except Refused as refused:
+        return refused.field
+    return ""
+
+
+@pytest.mark.parametrize("name", ["prompt", "text", "input_ids", "prompt_embeds", "input"])
+@pytest.mark.parametrize("prompt", ["", 'a "quoted\\" \\\\', [1], [1] * 9])
+def test_prompts_are_counted(name: str, prompt: Any) -> None:
+    most = 65_536 if name == "input" else 4096
+    assert many(**{name: [prompt] * most}) == ""
+    assert many(**{name: [prompt] * (most + 1)}) == name
+
+
+@pytest.mark.parametrize("prompt", [[1] * 50_000, '"[,' * 50_000, ['"' * 20_000], [{"a": "b"}], 5])
+def test_long_prompts_are_not_many(prompt: Any) -> None:
+    assert many(prompt=prompt, text=prompt, input_ids=prompt) == ""
+
+
+@pytest.mark.parametrize("kind", VLLM)
+def test_repetitions_that_vllm_looks_for_after_each_token_are_bounded(kind: EngineKind) -> None:
+    name = "repetition_detection"
+    for size in (1025, 10**9, "1025", -1):
+        asked = {name: {"max_pattern_size": size, "min_count": 2}}
+        assert refused(COMPLETIONS, kind=kind, **asked) == name
+        assert refused(COMPLETIONS, name, kind=kind, **asked) == ""
+    for fine in ({"max_pattern_size": 1024}, {}, None, {"max_pattern_size": None}):
+        assert refused(COMPLETIONS, kind=kind, **{name: fine}) == ""
+
+
+def test_what_is_no_number_is_left_to_the_server() -> None:
+    for odd in (None, "many", {}, [], True):
+        for name in ("n", "top_k", "temperature", "min_tokens"):
+            assert refused(COMPLETIONS, **{name: odd}) == ""
+
+
+def test_a_usual_request_passes() -> None:
+    usual: dict[str, Any] = {
+        **{"model": "m", "temperature": 0.7, "top_p": 0.9, "top_k": -1, "n": 1, "max_tokens": 99},
+        **{"stop": ["\n\n", "END"], "logit_bias": {"5": -100, "6": 100}, "min_tokens": 3},
+        **{"tools": [TOOL], "tool_choice": "auto", "seed": 5, "stream": True, "lora_path": "a"},
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert refused(CHAT, messages=[{"role": "user", "content": "a"}], **usual) == ""
+    params = {"max_new_tokens": 9, "temperature": 0, "stop": None, "stop_token_ids": [2]}
+    assert refused(GENERATE, text="a", sampling_params=params, return_logprob=True) == ""
+    raw = msgspec.json.encode({"text": "a", "sampling_params": params})
+    body = read_body(raw)
+    refuse_beyond_limits(EngineKind.SGLANG, GENERATE, body)
+    assert msgspec.json.encode(body) == raw, "it is sent on as it came"
+
+
+@on_loop
+async def test_a_router_answers_400_and_asks_no_engine() -> None:
+    engine = FakeEngine(says(200, {"text": "a", "meta_info": {}}))
+    engine.settings = ",engine=sglang"
+    async with bench([], [engine], handoff="none") as router:
+        for path, ask in (
+            (GENERATE, {"text": "a", "sampling_params": {"temperature": 1e39}}),
+            (COMPLETIONS, {"model": "tiny", "prompt": [[1], []]}),
+            (COMPLETIONS, {"model": "tiny", "prompt": [[1]] * 5000}),
+        ):
+            asked = len(engine.asked)
+            status, said, _ = await router.post(ask, path)
+            assert (status, len(engine.asked)) == (400, asked), said
+        assert (await router.post({"text": "a"}, GENERATE)).status == 200
