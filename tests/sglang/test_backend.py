@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,15 +20,20 @@ from sglang.srt.disaggregation.common.conn import (
     PrefillServerInfo,
 )
 from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+from sglang.srt.managers.schedule_batch import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalInputs,
+)
 
 from kvconnect.engines.sglang import backend, direct_requests, hooks, runtime_context
 from kvconnect.engines.sglang.backend import KVConnectManager, KVConnectReceiver
 from kvconnect.engines.sglang.bootstrap import BootstrapAddresses
 from kvconnect.engines.sglang.claims import RoomClaims
-from kvconnect.engines.sglang.prompts import AdapterContents
+from kvconnect.engines.sglang.prompts import AdapterContents, prompt_identity
 from kvconnect.engines.sglang.rooms import SendRoom
 from kvconnect.errors import ConfigError
-from kvconnect.protocol.prompts import PromptIdentity
+from kvconnect.protocol.prompts import PromptIdentity, difference
 from kvconnect.settings import Settings
 from kvconnect.stats import OffloadingConnectorStats
 from kvconnect.types import Endpoint
@@ -213,6 +219,26 @@ def test_what_is_known_of_a_request_from_its_queue() -> None:
     assert (queue.kv_manager.streams.forward, queue.kv_manager.overlaps) == ("forward", False)
     stock = SimpleNamespace(kv_manager=SimpleNamespace(), scheduler=scheduler)
     hooks.after_sender(True, stock, req, 4)  # SGLang's own backends are left alone
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_media_of_an_encoder_server_have_other_hashes(compares: bool) -> None:
+    """Of one image, prefill has embeddings, and decode has pixels."""
+
+    def prompt(content: int) -> PromptIdentity:
+        item = MultimodalDataItem(modality=Modality.IMAGE, offsets=[(1, 6)])
+        item.set_hash(content)
+        req = SimpleNamespace(
+            origin_input_ids=array("q", [7, *item.padding_sequence(6), 8]),
+            lora_id=None,
+            extra_key=None,
+            cache_salt=None,
+            multimodal_inputs=MultimodalInputs([item]),
+        )
+        return prompt_identity(req, None, AdapterContents(), compares_media=compares)
+
+    assert difference(prompt(5), prompt(5)) == ""
+    assert bool(difference(prompt(5), prompt(6))) == compares
 
 
 def described(**sizes: int) -> Any:

@@ -111,6 +111,11 @@ def test_generate_says_the_same_as_over_http(
         (("/generate", {"text": "a", "image_data": "b"}), "image_data"),
         (("/generate", {"text": "", "sampling_params": {"max_new_tokens": 2}}), "empty"),
         (("/generate", {"input_ids": [], "sampling_params": {"max_new_tokens": 2}}), "empty"),
+        (("/v1/completions", {"model": "model", "prompt": [[1], []]}), "empty"),
+        (("/v1/completions", {"model": "model", "prompt": [10**9]}), "input_ids"),
+        (("/generate", {"input_ids": [10**9], "sampling_params": {}}), "input_ids"),
+        (("/generate", {"text": "a", "sampling_params": {"top_k": 2**31}}), "top_k"),
+        (("/generate", {"text": "a", "sampling_params": {"stop_token_ids": [-1]}}), "stop_token"),
     ],
 )
 def test_bad_requests_are_refused_and_no_server_is_blamed(

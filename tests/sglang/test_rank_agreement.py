@@ -19,26 +19,54 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from kvconnect.engines.sglang import hooks, host_pages, rank_agreement, storage, weights
 from kvconnect.engines.sglang.host_pages import HostPages
 from kvconnect.errors import ConfigError, Incompatible, Misuse
+from tests.servers import free_port
 from tests.sglang.linker_bench import PAGE, names, slots_of
 from tests.sglang.storage_bench import PAGE_BYTES, RANKS, SELF, host_pool, serving
-from tests.sglang.tiered_storage import on_disk
+from tests.sglang.tiered_storage import REMOTE, on_disk
 
 SIZE = 2
 WAIT_S = 20.0
 T = TypeVar("T")
 
 
-class Ranks:
-    """Two ranks, each a thread, and what their process group does. ``number``: the caller's."""
+class Group:
+    """A process group of SGLang's, whose ranks are threads."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, ranks: range) -> None:
+        self.ranks, self.world_size, self.cpu_group = ranks, len(ranks), self
+        self._barrier = threading.Barrier(len(ranks))
+        self._given: list[Any] = [None] * len(ranks)
+
+    def gather(self, lists: list[Any], own: Any, rank: int) -> None:
+        self._given[self.ranks.index(rank)] = own
+        self._barrier.wait(WAIT_S)
+        lists[:] = self._given
+        self._barrier.wait(WAIT_S)
+
+
+class Ranks:
+    """Groups of two ranks that share prompts, each a thread, and what their process groups do.
+    ``number``: the caller's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: int = 1) -> None:
         self._own = threading.local()
-        self._barrier = threading.Barrier(SIZE)
-        self._given: list[Any] = [None] * SIZE
-        group = SimpleNamespace(cpu_group="two")
-        sizes = SimpleNamespace(attn_cp_size=1, attn_tp_size=SIZE, attn_tp_group=group)
-        monkeypatch.setattr(rank_agreement, "get_parallel", lambda: sizes)
-        monkeypatch.setattr(torch.distributed, "all_gather_object", self._gather)
+        self._world = Group(range(groups * SIZE))
+        pairs = [Group(range(first, first + SIZE)) for first in self._world.ranks[::SIZE]]
+
+        def parallel() -> SimpleNamespace:
+            return SimpleNamespace(
+                attn_cp_size=1,
+                attn_tp_size=SIZE,
+                pp_size=1,
+                attn_tp_group=pairs[self.number // SIZE],
+                world_group=self._world,
+            )
+
+        def gather(lists: list[Any], own: Any, group: Group) -> None:
+            group.gather(lists, own, self.number)
+
+        monkeypatch.setattr(rank_agreement, "get_parallel", parallel)
+        monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
 
     @property
     def number(self) -> int:
@@ -52,23 +80,21 @@ class Ranks:
             self._own.number = number
             return work(number)
 
-        with ThreadPoolExecutor(SIZE) as threads:
-            return [*threads.map(rank, range(SIZE))]
-
-    def _gather(self, lists: list[Any], own: Any, group: str) -> None:
-        assert group == "two"
-        self._given[self.number] = own
-        self._barrier.wait(WAIT_S)
-        lists[:] = self._given
-        self._barrier.wait(WAIT_S)
+        with ThreadPoolExecutor(self._world.world_size) as threads:
+            return [*threads.map(rank, self._world.ranks)]
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+@pytest.fixture(autouse=True)
+def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(weights, "_state", weights._RankWeights())
     monkeypatch.setattr(storage, "publish_regularly", lambda _: threading.Event())
     with serving():
-        yield Ranks(monkeypatch)
+        yield
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch)
 
 
 class Controller(HybridCacheController):
@@ -144,6 +170,76 @@ def test_a_storage_that_one_rank_cannot_use_is_attached_to_none(
     assert [each.storage_backend for each in controllers] == running, "it stays as it is"
     for each in controllers:
         each.detach_storage_backend()
+
+
+def test_a_storage_that_one_rank_cannot_use_is_attached_to_no_group_of_attention(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With ``--enable-dp-attention``. SGLang makes groups on all ranks together when it attaches.
+    Ranks that have storage already would not come at the next attempt."""
+    ranks, together = Ranks(monkeypatch, groups=2), threading.Barrier(2 * SIZE)
+
+    def create_groups(_: Controller) -> list[Any]:
+        together.wait(WAIT_S)
+        return []
+
+    monkeypatch.setattr(Controller, "_create_sync_groups", create_groups)
+    (tmp_path / "file").touch()
+    places = [on_disk(tmp_path / str(rank)) for rank in range(2 * SIZE - 1)]
+    places.append(on_disk(tmp_path / "file" / "3"))
+    controllers = [Controller(host_pool(monkeypatch), rank % SIZE) for rank in range(2 * SIZE)]
+    *others, own = ranks.run(lambda rank: controllers[rank].attach(True, **places[rank]))
+    assert own is not None and str(tmp_path / "file") in str(own)
+    assert [str(other) for other in others] == [f"{own} (on another rank)"] * len(others)
+    assert [each.storage_backend for each in controllers] == [None] * len(controllers)
+    again = ranks.run(lambda rank: controllers[rank].attach(True))
+    assert again == [None] * len(controllers)
+    assert [stores(each) for each in controllers] == [[True]] * len(controllers)
+    for each in controllers:
+        each.detach_storage_backend()
+
+
+@pytest.mark.parametrize(("stages", "lists"), [(1, ["own"]), (2, ["own", "another"])])
+def test_a_rank_that_attends_alone_waits_for_other_stages_only(
+    monkeypatch: pytest.MonkeyPatch, stages: int, lists: list[str]
+) -> None:
+    """SGLang makes no groups for one rank. Other data-parallel ranks may not attach: busy ones."""
+    sizes = SimpleNamespace(attn_cp_size=1, attn_tp_size=1, pp_size=stages)
+    sizes.world_group = SimpleNamespace(world_size=2, cpu_group="world")
+
+    def gather(given: list[str], own: str, group: str) -> None:
+        assert group == "world"
+        given[:] = [own, "another"]
+
+    monkeypatch.setattr(rank_agreement, "get_parallel", lambda: sizes)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    assert rank_agreement.of_all_attaching("own") == lists
+
+
+def test_a_storage_that_was_detached_hears_of_no_update(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ranks would wait for each other, at each update, for every storage that they have had."""
+    (tmp_path / "file").touch()
+    controllers = [Controller(host_pool(monkeypatch), rank) for rank in range(SIZE)]
+    for each in controllers:
+        each.rank = replace(each.rank, is_mla_model=True)
+    listeners = weights._state.listeners
+
+    def attach(*more: Any) -> list[Exception | None]:
+        peers = [{"cache_peers": {"listen": f"127.0.0.1:{free_port()}"}} for _ in range(SIZE)]
+        return ranks.run(
+            lambda rank: controllers[rank].attach(True, **REMOTE, **peers[rank], **more[rank])
+        )
+
+    for _ in range(2):
+        assert attach({}, {}) == [None] * SIZE
+        assert len(listeners) == 2 * SIZE  # for its pages, and for its peers
+        for each in controllers:
+            each.detach_storage_backend()
+        assert listeners == []
+    assert all(attach({}, on_disk(tmp_path / "file" / "1")))
+    assert listeners == []
 
 
 def test_settings_that_one_rank_cannot_use_are_refused_before_anything_is_attached(

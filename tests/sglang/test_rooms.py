@@ -498,7 +498,11 @@ SENDER_CALLS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
         lambda made: made.poll_pp_consensus(),
     ),
     "init": (CommonKVSender, "init", lambda made: made.init(1, 0)),
-    "pop_decode_prefix_len": (PrefillRooms, "prefix", lambda made: made.pop_decode_prefix_len()),
+    "pop_decode_prefix_len": (
+        PrefillRooms,
+        "tell_prefix",
+        lambda made: made.pop_decode_prefix_len(),
+    ),
     "send": (CommonKVSender, "send", lambda made: made.send([3])),
     "clear": (PrefillRooms, "moved", lambda made: made.clear()),
     "abort": (PrefillRooms, "close", lambda made: made.abort()),

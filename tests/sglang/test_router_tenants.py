@@ -19,7 +19,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from kvconnect.router.policy.fleet_view import EngineKind
-from kvconnect.router.requests.fields import DECISIONS, INTERNAL_SAMPLING
+from kvconnect.router.requests.fields import DECISIONS, INTERNAL_SAMPLING, REFUSED_SAMPLING
 from scripts.engine_api.fields import request_fields
 from tests.engines.models import prompt_tokens
 from tests.engines.ranks import until
@@ -38,7 +38,6 @@ SAMPLING = frozenset(
         "max_new_tokens",
         "stop",
         "stop_token_ids",
-        "stop_regex",
         "temperature",
         "top_p",
         "top_k",
@@ -241,6 +240,22 @@ def test_a_stream_with_logprobs_of_the_prompt_is_refused(handed_over: GenerateRo
     assert refused.value.code == 400
 
 
+@pytest.mark.parametrize("many", [129, "130", 2e2, [129]])
+def test_more_likely_tokens_than_a_hand_off_has_room_for_end_no_server(
+    handed_over: GenerateRouter, many: Any
+) -> None:
+    prompt = prompt_tokens(20, start=700)
+    asked = [prompt] if isinstance(many, list) else prompt
+    body = handed_over.body(asked, 2, return_logprob=True, top_logprobs_num=many)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        answer(handed_over, body)
+    with refused.value as error:
+        assert (error.code, b"use 128 or less" in error.read()) == (400, True)
+    body = handed_over.body(prompt, 2, return_logprob=True, top_logprobs_num=128)
+    found = answer(handed_over, body)["meta_info"]["output_top_logprobs"]
+    assert [len(tokens) for tokens in found] == [128, 128], "both servers are there"
+
+
 def close(one: Any, other: Any) -> bool:
     """Whether two nested lists are the same but for rounding."""
     if isinstance(one, list) and isinstance(other, list):
@@ -264,4 +279,5 @@ def check_fields() -> None:
     } == {}
     # The sources were read as the server reads them.
     assert known["/generate"] == {field.name for field in fields(GenerateReqInput)}
-    assert {*SamplingParams.__struct_fields__} == SAMPLING | INTERNAL_SAMPLING, "decide about it"
+    decided_sampling = SAMPLING | INTERNAL_SAMPLING | REFUSED_SAMPLING
+    assert {*SamplingParams.__struct_fields__} == decided_sampling, "decide about it"

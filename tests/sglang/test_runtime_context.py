@@ -68,14 +68,6 @@ def test_pages_that_would_land_in_host_memory() -> None:
         runtime_context.check(args)
 
 
-def test_pages_that_move_while_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = published(enable_unified_memory=True)
-    runtime_context.check(args)
-    monkeypatch.setenv("KVCONNECT_LAYERWISE", "1")
-    with pytest.raises(ConfigError, match=r"KVCONNECT_LAYERWISE='1'.*--enable-unified-memory"):
-        runtime_context.check(args)
-
-
 def test_checksums_of_pages_that_are_not_the_ones_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     args = published(disaggregation_enable_kv_checksum=True)
     runtime_context.check(args)
@@ -106,6 +98,13 @@ def test_some_forwards_call_layers_twice(flag: dict[str, Any]) -> None:
     assert all(getattr(plain, name) == value for name, value in both.items())
     args: Any = SimpleNamespace(**{**both, **flag})
     assert not runtime_context.calls_layers_once(args)
+
+
+def test_media_whose_hashes_are_of_this_server_alone(setting: ExitStack) -> None:
+    assert runtime_context.compares_media(published())
+    assert not runtime_context.compares_media(published(language_only=True))
+    setting.enter_context(envs.SGLANG_MM_SKIP_COMPUTE_HASH.override(True))
+    assert not runtime_context.compares_media(published())
 
 
 @pytest.mark.parametrize(

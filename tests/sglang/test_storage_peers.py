@@ -169,3 +169,12 @@ def test_several_pools_are_refused(monkeypatch: pytest.MonkeyPatch, make: Make) 
     monkeypatch.setattr(KVConnectStorage, "on_host_pools_registered", with_another_pool)
     with pytest.raises(ConfigError, match="model with several pools"):
         make(pool, **peers(free_port()))
+
+
+def test_a_pool_of_a_draft_model_is_refused(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    """SGLang registers it once the storage is attached."""
+    alone = make(host_pool(monkeypatch))
+    alone.register_mem_host_pool_v2(host_pool(monkeypatch), PoolName.DRAFT)  # control: no peers
+    storage = make(host_pool(monkeypatch), **peers(free_port()))
+    with pytest.raises(ConfigError, match=r"cache_peers=.*model with several pools"):
+        storage.register_mem_host_pool_v2(host_pool(monkeypatch), PoolName.DRAFT)

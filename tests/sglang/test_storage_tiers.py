@@ -313,6 +313,20 @@ def test_a_draft_model_that_keeps_latents_from_being_found_is_said(
     assert storage.registered_pools[name] is pools[1]
 
 
+def test_a_pool_whose_pages_do_not_fit_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, make: Make
+) -> None:
+    small, large = latent_pool(monkeypatch), host_pool(monkeypatch)
+    with caplog.at_level("WARNING", "kvconnect"):
+        make(large).register_mem_host_pool_v2(small, PoolName.DRAFT)
+        assert "are not stored" not in caplog.text
+        storage = make(small)
+        storage.register_mem_host_pool_v2(large, PoolName.DRAFT)
+    assert "pages of pool draft have" in caplog.text and "are not stored" in caplog.text
+    page = PoolTransfer(PoolName.DRAFT, slots_of([5]), keys=KEYS[:1])
+    assert storage.batch_set_v2([page]) == {PoolName.DRAFT: [False]}
+
+
 def latent_pool(monkeypatch: pytest.MonkeyPatch) -> MLATokenToKVPoolHost:
     monkeypatch.setattr(base, "host_memory_budget_bytes", lambda nbytes: nbytes)
     device = mla_pool()

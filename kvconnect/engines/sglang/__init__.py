@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnect import engine_versions
-from kvconnect.engines.sglang import memory_release, weights
+from kvconnect.engines.sglang import memory_release, token_checks, weights
 from kvconnect.engines.sglang.plugin import LAYERWISE, NAME, check, is_layerwise, takes_over
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ def _register() -> None:
     HookRegistry.register(_PICK, _pick, HookType.AROUND)
     weights.watch()
     memory_release.watch()
+    token_checks.watch()
     hooks.watch()
     if is_layerwise():
         from kvconnect.engines.sglang import layerwise

@@ -52,7 +52,7 @@ from kvconnect.engines.sglang.decode_rooms import DecodeRooms, RoomRequest
 from kvconnect.engines.sglang.layerwise import EngineStreams
 from kvconnect.engines.sglang.metrics_publisher import publish_regularly
 from kvconnect.engines.sglang.prompts import AdapterContents
-from kvconnect.engines.sglang.rooms import PrefillRooms
+from kvconnect.engines.sglang.rooms import PrefillRooms, SendRoom
 from kvconnect.engines.sglang.tracing import make_spans
 from kvconnect.errors import ConfigError, Refused, refusing
 from kvconnect.offload.streams import DeviceFence
@@ -90,6 +90,7 @@ class KVConnectManager(CommonKVManager):
 
     supports_deferred_decode_kv_release = True
     overlaps = True  # SGLang makes the next batch while one runs; set at the first request
+    compares_media = True  # of a prompt on both servers
 
     @refusing("this server")
     def __init__(
@@ -127,10 +128,12 @@ class KVConnectManager(CommonKVManager):
             alone=True,
             traced=traced,
             port=runtime_context.PORT,
+            reads=not self._sends,
         )
         weights.listen(lambda: self.agent.set_identity(weights.identity(mixes=mixes)))
         self.streams = EngineStreams(cache.device)
         self.adapters = AdapterContents()
+        self.compares_media = runtime_context.compares_media(server_args)
         direct_requests.install(conn)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.server_socket.close(linger=0)  # SGLang's own frames have no authentication
@@ -140,10 +143,8 @@ class KVConnectManager(CommonKVManager):
             self.prefill_rooms = PrefillRooms(
                 self.agent, model.rank, heads, self._on_ready, self._on_success, self._on_failure
             )
-            names, once = (
-                translate.layer_names(cache, args),
-                runtime_context.calls_layers_once(server_args),
-            )
+            names = translate.layer_names(cache, args)
+            once = runtime_context.calls_layers_once(server_args)
             layerwise.follow_layers(self.agent, self.prefill_rooms, names, once)
         else:
             self.addresses = BootstrapAddresses(settings, self.local_ip)
@@ -281,7 +282,10 @@ class KVConnectManager(CommonKVManager):
 
 
 class KVConnectSender(RoomOwner, CommonKVSender):
-    """One request on the prefill side. For the scheduler's thread."""
+    """One request on the prefill side. For the scheduler's thread. ``left``: the room that
+    :meth:`settle` has let go of, until SGLang clears this sender."""
+
+    left: SendRoom | None = None
 
     def __init__(
         self,
@@ -290,7 +294,6 @@ class KVConnectSender(RoomOwner, CommonKVSender):
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        self._frees: list[Callable[[], object]] = []
         mgr.poll_agent()
         previous = mgr.claims.owner(bootstrap_room)
         if isinstance(previous, KVConnectSender):
@@ -316,8 +319,9 @@ class KVConnectSender(RoomOwner, CommonKVSender):
         status = self.kv_mgr.request_status.get(self.bootstrap_room)
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
-            # They have to come at the same point on every rank: when SGLang clears this sender.
-            self._frees = self.kv_mgr.prefill_rooms.take_frees(self.bootstrap_room)
+            # The hand-off may go on at other ranks, and all ranks must free the same pages at the
+            # same point: frees are deferred as there, until SGLang clears this sender.
+            self.left = self.kv_mgr.prefill_rooms.leave(self.bootstrap_room)
             self.clear()
 
     @contains_errors()
@@ -329,7 +333,7 @@ class KVConnectSender(RoomOwner, CommonKVSender):
         """Return how many tokens the decode engine already has."""
         if not self.owns_room:
             return 0
-        pages = self.kv_mgr.prefill_rooms.prefix(self.bootstrap_room)
+        pages = self.kv_mgr.prefill_rooms.tell_prefix(self.bootstrap_room)
         tokens: int = pages * self.kv_mgr.kv_args.page_size
         return tokens
 
@@ -357,8 +361,8 @@ class KVConnectSender(RoomOwner, CommonKVSender):
     @contains_errors()
     def clear(self) -> None:
         if not self.owns_room:
-            frees, self._frees = self._frees, []
-            for free in frees:
+            left, self.left = self.left, None
+            for free in left.deferred_frees if left is not None else ():
                 free()
             return
         moved = self.kv_mgr.prefill_rooms.moved(self.bootstrap_room)

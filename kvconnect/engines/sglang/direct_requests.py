@@ -1,5 +1,6 @@
 """HTTP requests to servers that clients name. They follow no redirect: it would lead to an address
-that nobody has checked. They take no answer that is long, or that goes on and on."""
+that nobody has checked. They take no answer that is long, or that goes on and on. They use nothing
+of the environment: a proxy's answer is not timed, and ``.netrc`` has others' passwords."""
 
 from __future__ import annotations
 
@@ -62,6 +63,10 @@ def _timed(pool: Any) -> Any:
 class DirectSession(requests.Session):
     """A session that takes these for errors, which SGLang logs as failed requests: a redirect, an
     answer of more than a MiB, and one that has not ended after the request's timeout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trust_env = False
 
     def mount(self, prefix: Any, adapter: Any) -> None:
         """Use ``adapter`` for addresses with this prefix."""

@@ -18,6 +18,7 @@ from kvconnect.engines.sglang.bootstrap import ranks_of
 from kvconnect.engines.sglang.layerwise import CHECKPOINT, around_checkpoint
 from kvconnect.engines.sglang.prompts import prompt_identity
 from kvconnect.engines.sglang.rooms import contain_room_errors
+from kvconnect.protocol.prompts import PromptIdentity
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _BOOTSTRAP = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
@@ -54,7 +55,7 @@ def after_sender(_result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None
     with contain_room_errors(manager.agent, req.bootstrap_room, sender.give_up):
         manager.streams.forward = queue.scheduler.forward_stream
         manager.overlaps = queue.scheduler.enable_overlap
-        sender.open(prompt_identity(req, queue.scheduler, manager.adapters))
+        sender.open(_prompt(req, queue))
         room = prefill_rooms.find(req.bootstrap_room)
         if room is not None:
             room.prompt_blocks = len(req.origin_input_ids) // manager.kv_args.page_size
@@ -82,7 +83,13 @@ def after_receiver(made: Any, queue: Any, *_: Any, **__: Any) -> None:
         manager.streams.forward = queue.scheduler.forward_stream
         if manager.spans is not None:
             receiver.parent = manager.spans.context_of(made.req)
-        receiver.prompt = prompt_identity(made.req, queue.scheduler, manager.adapters)
+        receiver.prompt = _prompt(made.req, queue)
+
+
+def _prompt(req: Any, queue: Any) -> PromptIdentity:
+    manager = queue.kv_manager
+    compares = manager.compares_media
+    return prompt_identity(req, queue.scheduler, manager.adapters, compares_media=compares)
 
 
 def _forget_addresses(queue: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -66,12 +66,13 @@ class HostPages:
         self._alike = ranks.is_mla_model and ranks.tp_size > 1
         self._weights = b""  # the generation of all ranks' weights then
 
-    def agree(self) -> None:
-        """Name pages as the other ranks do, from now on. For the scheduler's thread, at the same
-        point on all ranks; so are updates of weights."""
-        if self._alike:
-            self._on_weights()
-            weights.listen(self._on_weights)
+    def agree(self) -> Callable[[], None]:
+        """Name pages as the other ranks do, from now on; return a function that ends this. For the
+        scheduler's thread, at the same point on all ranks; so are updates of weights."""
+        if not self._alike:
+            return lambda: None
+        self._on_weights()
+        return weights.listen(self._on_weights)
 
     def _on_weights(self) -> None:
         found = of_all_ranks(weights.generation())

@@ -195,10 +195,12 @@ class LayerwisePush:
             room.ahead_until = max(room.ahead_until, end)
 
     def _find(self, req: Any) -> SendRoom | None:
-        """Return the open room of a request, if the room is this request's."""
+        """Return a request's open room, or the one that it has left, perhaps on this rank alone."""
         sender = getattr(req, "disagg_kv_sender", None)
-        owns = getattr(sender, "owns_room", False)
-        return self._prefill_rooms.find(req.bootstrap_room) if owns else None
+        if getattr(sender, "owns_room", False):
+            return self._prefill_rooms.find(req.bootstrap_room)
+        left: SendRoom | None = getattr(sender, "left", None)
+        return left
 
     def _contain(self, room: int) -> AbstractContextManager[None]:
         return contain_room_errors(self._agent, room, self._prefill_rooms.give_up)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
+from array import array
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,10 +22,11 @@ _OF_THIS_ENGINE = re.compile(r"\|?elastic_ep_size=\d+")
 
 class AdapterContents:
     """What the adapters of requests contain, by SGLang's id of each load of an adapter. For the
-    scheduler's thread; may block for tens of milliseconds when an adapter is new."""
+    scheduler's thread; may block for tens of milliseconds when an adapter is new, or not known."""
 
     def __init__(self) -> None:
-        self._digests: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._digests: dict[str, str] = {}  # of adapters whose files were read
         self._call = TimedCalls("kvconnect-adapters")
 
     def identify(self, lora_id: str, loaded: Any) -> tuple[str, str]:
@@ -32,21 +36,31 @@ class AdapterContents:
         ``LoRARef``."""
         if loaded is None:
             return "", secrets.token_hex(16)
-        digest = self._digests.get(lora_id)
+        with self._lock:
+            digest = self._digests.get(lora_id)
         if digest is None:
-            try:
-                digest = self._call(partial(adapter_name, str(loaded.lora_path)))
-                remember(self._digests, lora_id, digest, _MOST_ADAPTERS)
-            except TimeoutError:
-                digest = ""
+            with suppress(TimeoutError):
+                digest = self._call(partial(self._read, lora_id, str(loaded.lora_path)))
         return str(loaded.lora_name), digest or secrets.token_hex(16)
 
+    def _read(self, lora_id: str, path: str) -> str:
+        """Return the digest of an adapter's files, "" if they cannot be read now. It is remembered
+        also if nobody waits for it any more: a later request must not wait as long again."""
+        found = adapter_name(path)
+        if found:
+            with self._lock:
+                remember(self._digests, lora_id, found, _MOST_ADAPTERS)
+        return found
 
-def prompt_identity(req: Any, scheduler: Any, adapters: AdapterContents) -> PromptIdentity:
+
+def prompt_identity(
+    req: Any, scheduler: Any, adapters: AdapterContents, *, compares_media: bool
+) -> PromptIdentity:
     """Return what the KV of SGLang's ``Req`` depends on, except the model.
 
-    Media are part of the token ids, where SGLang writes values made from their hashes. A request
-    whose KV prefill computes once more has its answer so far in its prompt.
+    Where media are, SGLang writes values made from their hashes into the token ids. The identity
+    has these values apart, and only if ``compares_media``: the hashes are those of other servers.
+    A request whose KV prefill computes once more has its answer so far in its prompt.
     """
     ids = req.origin_input_ids
     if getattr(req, "pd_rebootstrap_in_progress", False):
@@ -58,6 +72,12 @@ def prompt_identity(req: Any, scheduler: Any, adapters: AdapterContents) -> Prom
         loaded = manager.lora_refs.get(req.lora_id) if manager is not None else None
         adapter = adapters.identify(req.lora_id, loaded)
     media = req.multimodal_inputs.mm_items if req.multimodal_inputs is not None else ()
-    hashes = [str(item.hash) for item in media]
-    context = adapter, req.cache_salt, _OF_THIS_ENGINE.sub("", extra_key), hashes
-    return identify(ids, context)
+    # Earlier versions have the hashes in this list, so they have the same context for a text.
+    kinds = ["media"] if media else []
+    context = adapter, req.cache_salt, _OF_THIS_ENGINE.sub("", extra_key), kinds
+    if not media:
+        return identify(ids, context)
+    ids, hashes = array("q", ids), str([item.hash for item in media])
+    known = hashes.encode() + ids.tobytes() if compares_media else b""
+    made = {value for item in media for value in item.padding_values()}
+    return identify((-1 if value in made else value for value in ids), context, known)

@@ -1,4 +1,4 @@
-"""What the ranks do alike that have parts of the same pages, or the same pages.
+"""What ranks do alike: those that have parts of the same pages, and those that attach storage.
 
 SGLang's scheduler calls storage backends on all of these ranks at the same point. What is here
 waits for all of them, so it is for the scheduler's thread, and for such points only.
@@ -33,9 +33,22 @@ def of_all_ranks(own: _T) -> list[_T]:
     return found
 
 
+def of_all_attaching(own: _T) -> list[_T]:
+    """Return what each rank has passed that attaches storage together with this one."""
+    parallel = get_parallel()
+    if max(parallel.attn_cp_size, parallel.attn_tp_size, parallel.pp_size) == 1:
+        # SGLang makes no groups then. Another data-parallel rank may be busy, and not attach.
+        return [own]
+    # SGLang makes its groups on all ranks of the world. One that comes alone waits for ever.
+    world = parallel.world_group
+    lists: list[_T] = [own] * world.world_size
+    torch.distributed.all_gather_object(lists, own, group=world.cpu_group)
+    return lists
+
+
 @contextmanager
 def on_all_or_none() -> Iterator[None]:
-    """Raise on every rank if the work inside raises on one.
+    """Raise on every rank that attaches storage if the work inside raises on one.
 
     Raises:
         Incompatible: it has raised on another rank; the message says what.
@@ -44,7 +57,7 @@ def on_all_or_none() -> Iterator[None]:
     with contained(errors.append):
         yield
     own = "".join(map(_line, errors))
-    others = [why for why in of_all_ranks(own) if why]
+    others = [why for why in of_all_attaching(own) if why]
     if errors:
         raise errors[0]
     if others:

@@ -91,7 +91,9 @@ class SendRoom:
     """A room of the prefill side. Blocks are counted from the start of the prompt."""
 
     prompt: PromptIdentity = NO_PROMPT
-    prefix: int = 0  # blocks that decode already has; fixed when the first reader joins
+    # Blocks that decode already has; fixed when the first reader joins, or when SGLang is told.
+    prefix: int = 0
+    told: bool = False  # SGLang counts the blocks that it sends from the prefix on
     prompt_blocks: int | None = None  # blocks of the prompt, if known
     offered: int | None = None  # first block not offered; None: nothing was offered
     offered_ahead: dict[int, int] = field(
@@ -105,6 +107,7 @@ class SendRoom:
     deferred_pages: list[Callable[[], set[int]]] = field(default_factory=list)
     deferred_frees: list[Callable[[], object]] = field(default_factory=list)  # these free them
     given_up: bool = False  # by this side
+    left: bool = False  # its request goes on without it, and calls the frees
     waiting: frozenset[Rank] | None = None  # unfinished readers; None: not known yet
     joined: set[Rank] = field(default_factory=set)
     complete: bool = False  # the last chunk was offered
@@ -122,8 +125,9 @@ class SendRoom:
 
     @property
     def asked(self) -> bool:
-        """Whether the readers are known, and with them what they need."""
-        return self.waiting is not None
+        """Whether the readers are known, and with them what they need. A room that was left has
+        none."""
+        return self.waiting is not None and not self.left
 
     def unoffered_until(self, end: int) -> range:
         """Return the blocks up to ``end`` that were not offered yet."""
@@ -214,6 +218,14 @@ class PrefillRooms:
         found = self._rooms.get(room)
         return found.prefix if found else 0
 
+    def tell_prefix(self, room: int) -> int:
+        """Return the prefix for SGLang. It stays as it is from then on."""
+        found = self._rooms.get(room)
+        if found is None:
+            return 0
+        found.told = True
+        return found.prefix
+
     def send(
         self, room: int, first: int, ids: array[int], rest: Sequence[Span], fence: Fence | None
     ) -> None:
@@ -277,16 +289,15 @@ class PrefillRooms:
                 self._withdraw(oldest[0])
             with self._agent.stats() as stats:
                 stats.count("handoff_sent_requests", label="done" if found.served else "aborted")
-        for free in found.deferred_frees:
+        for free in () if found.left else found.deferred_frees:
             free()
 
-    def take_frees(self, room: int) -> list[Callable[[], object]]:
-        """Return the deferred frees of a room, which :meth:`close` will not call then."""
+    def leave(self, room: int) -> SendRoom | None:
+        """Return a room if it is open; :meth:`close` will not call its deferred frees then."""
         found = self._rooms.get(room)
-        if found is None:
-            return []
-        frees, found.deferred_frees = found.deferred_frees, []
-        return frees
+        if found is not None:
+            found.left = True
+        return found
 
     def moved(self, room: int) -> RoomTransfer | None:
         """Return what was sent to readers; None if the room is closed."""
@@ -356,6 +367,10 @@ class PrefillRooms:
         if found.prompt_blocks is not None and notice.first > found.prompt_blocks:
             why = f"decode has {notice.first} blocks of a prompt of {found.prompt_blocks}"
             self.give_up(room, f"the decode engine asks for blocks that do not exist: {why}")
+            return
+        if found.told and notice.first != found.prefix:
+            # A pipeline stage took the state of the room's former request for this one's.
+            self.give_up(room, "the decode engine has asked after this stage had begun")
             return
         if not found.joined:
             found.prefix = notice.first

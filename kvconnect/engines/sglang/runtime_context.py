@@ -58,9 +58,6 @@ def check(server_args: ServerArgs) -> None:
         fix = "unset it: heads are sliced on the way by this backend itself"
         raise ConfigError("SGLANG_DISAGG_STAGING_BUFFER", "1", fix)
     _check_release()
-    if is_layerwise() and server_args.enable_unified_memory:
-        fix = "unset it: with --enable-unified-memory SGLang moves pages while they are sent"
-        raise ConfigError(LAYERWISE, "1", fix)
     if is_layerwise() and server_args.disaggregation_enable_kv_checksum:
         # SGLang's digest is of the cache's page, where another request has computed the same one.
         fix = "unset it, or leave out --disaggregation-enable-kv-checksum"
@@ -101,6 +98,12 @@ def calls_layers_once(server_args: ServerArgs) -> bool:
     parallelism, SGLang runs a forward again after a rank is lost."""
     again = server_args.elastic_ep_backend is not None
     return not (server_args.enable_two_batch_overlap or again)
+
+
+def compares_media(server_args: ServerArgs) -> bool:
+    """Whether the same media have the same hashes here as on other servers. A server whose media an
+    encoder server computes hashes embeddings, others hash pixels."""
+    return not (server_args.language_only or envs.SGLANG_MM_SKIP_COMPUTE_HASH.get())
 
 
 def model(args: Any, server_args: ServerArgs, is_mla: bool) -> Model:

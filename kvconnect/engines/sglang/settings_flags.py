@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvconnect.errors import ConfigError
 from kvconnect.settings import find_settings
 from kvconnect.settings.sources import read_object
 
@@ -21,7 +22,7 @@ _FRAMEWORK = frozenset(
     {
         *("backend_name", "module_path", "class_name", "interface_v1", "allocator", "tp_lcm_size"),
         *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
-        "hicache_storage_pass_prefix_keys",
+        *("hicache_storage_pass_prefix_keys", "file_storage_path"),
     }
 )
 """SGLang's own keys in the JSON object that also has the storage backend's settings."""
@@ -49,7 +50,16 @@ def check_settings_at_start(server_args: Any, hands_off: bool) -> None:
         find_settings(extra if isinstance(extra, dict) else {}, os.environ)
     storage = _object_of(server_args.hicache_storage_backend_extra_config)
     if _is_own(storage.get("module_path")):
+        _check_one_storage(server_args)
         find_settings(storage_settings(storage), os.environ)
+
+
+def _check_one_storage(server_args: Any) -> None:
+    """Refuse two storages in one process: each wants the folder on disk and all host memory."""
+    offloads = server_args.disaggregation_decode_enable_offload_kvcache
+    if offloads and server_args.enable_hierarchical_cache:
+        fix = "use this or --enable-hierarchical-cache: both store the same pages"
+        raise ConfigError("--disaggregation-decode-enable-offload-kvcache", True, fix)
 
 
 def _is_own(module: object) -> bool:

@@ -34,7 +34,7 @@ from kvconnect.engines.sglang.rank_agreement import on_all_or_none
 from kvconnect.engines.sglang.runtime_context import own_settings, worker_share
 from kvconnect.engines.sglang.settings_flags import storage_settings
 from kvconnect.engines.sglang.shared_records import Records, records_for_all
-from kvconnect.engines.sglang.storage_backends import make_stores
+from kvconnect.engines.sglang.storage_backends import check_one_pool, make_stores
 from kvconnect.engines.sglang.storage_pages import PageStore
 from kvconnect.errors import ConfigError, Incompatible, Misuse, refusing
 from kvconnect.offload.host_arena import HostArena
@@ -105,8 +105,10 @@ class _Copying(HiCacheStorage):
 
 
 class KVConnectStorage(_Copying):
-    """HiCache's pages in a :class:`PageStore`; a slot fits the largest pool's page. Thread-safe.
+    """HiCache's pages in a :class:`PageStore`. Thread-safe.
 
+    A slot fits the largest page of the pools that are known when HiCache attaches this backend.
+    Larger pages of a pool that is registered later are not stored.
     ``refused``: HiCache has attached this backend, and a rank cannot use it. Then it is to be
     detached on all ranks, or they would wait for each other.
     """
@@ -120,6 +122,7 @@ class KVConnectStorage(_Copying):
         self._scheduler = threading.get_ident()
         self.registered_pools: dict[PoolName, Any] = {}
         self._stop = threading.Event()
+        self._listening = ExitStack()  # to updates of weights
         self.refused = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -156,7 +159,7 @@ class KVConnectStorage(_Copying):
         with on_all_or_none(), refusing("this server"):
             self._allocate()
         self.refused = False
-        self.pages.agree()
+        self._listening.callback(self.pages.agree())
 
     def _allocate(self) -> None:
         pools = (self.mem_pool_host, *self.registered_pools.values())
@@ -183,8 +186,16 @@ class KVConnectStorage(_Copying):
             logger.warning(text, self._settings.wait_s, MOST_WAIT_S)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
-        """Serve another pool, also later. Warn if HiCache would not store what all ranks need."""
+        """Serve another pool, also later, as SGLang registers those of a draft model.
+
+        Warns if its pages cannot be stored, or HiCache would not store what all ranks need.
+
+        Raises:
+            ConfigError: peers were to read pages, and cannot read those of several pools.
+        """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if self._pages is not None:
+            self._check_late(self._pages, host_pool, host_pool_name)
         ranks = self._ranks
         lost = host_pool_name != PoolName.MAMBA and has_heads(host_pool)
         if lost and ranks.is_mla_model and ranks.tp_size > 1 and ranks.tp_rank == 0:
@@ -195,6 +206,14 @@ class KVConnectStorage(_Copying):
                 host_pool_name,
                 ranks.tp_size,
             )
+
+    def _check_late(self, pages: HostPages, host_pool: Any, name: PoolName) -> None:
+        if self._settings.cache_peers is not None:
+            check_one_pool(self._settings.cache_peers, self.registered_pools)
+        nbytes = host_pool.get_data_page(0, flat=True).nbytes
+        if nbytes > pages.store.memory.slot_bytes:
+            text = "pages of pool %s have %d bytes and do not fit slots of %d: they are not stored"
+            logger.warning(text, name, nbytes, pages.store.memory.slot_bytes)
 
     def batch_set_v1(
         self,
@@ -265,6 +284,7 @@ class KVConnectStorage(_Copying):
     def close(self) -> None:
         """Free the memory and close the lower tiers. Idempotent."""
         self._stop.set()
+        self._listening.close()
         if self._pages is not None:
             self._pages.store.close()
 
@@ -302,6 +322,9 @@ class KVConnectStorage(_Copying):
             weights.follow()  # host memory outlives an update as well: SGLang does not clear it
             store = PageStore(arena, self._settings, stores, peers)
             undo.pop_all()
+        if peers is not None:
+            tell = peers.set_identity
+            self._listening.callback(weights.listen(lambda: tell(weights.identity())))
         return store
 
 

@@ -64,9 +64,7 @@ def make_stores(
 
     def peers(sharing: PeerSettings) -> PeerSource:
         blocks = _shared_blocks(sharing, fields, records, memory, pools)
-        agent = start_agent(settings, blocks, rank_number(), PORT)
-        weights.listen(lambda: agent.set_identity(weights.identity()))
-        return PeerSource(agent, blocks)
+        return PeerSource(start_agent(settings, blocks, rank_number(), PORT), blocks)
 
     makers: dict[Tier, Callable[[], Store]] = {}
     if settings.disk is not None:
@@ -76,6 +74,13 @@ def make_stores(
         makers[Tier.REMOTE] = partial(_make_remote, settings.remote, keys, name, records)
     sharing = settings.cache_peers
     return make_tiers(makers, None if sharing is None else partial(peers, sharing))
+
+
+def check_one_pool(sharing: PeerSettings, pools: Mapping[PoolName, Any]) -> None:
+    """Raise :class:`ConfigError` if there are several pools."""
+    if len(pools) > 1:
+        fix = "remove it: of a model with several pools, peers cannot read all that it needs"
+        raise ConfigError("cache_peers", msgspec.to_builtins(sharing), fix)
 
 
 def _shared_blocks(
@@ -90,9 +95,7 @@ def _shared_blocks(
     Raises:
         ConfigError: there are several pools, or ``page_tokens`` is another page size.
     """
-    if len(pools) > 1:
-        fix = "remove it: of a model with several pools, peers cannot read all that it needs"
-        raise ConfigError("cache_peers", msgspec.to_builtins(sharing), fix)
+    check_one_pool(sharing, pools)
     asked = sharing.page_tokens
     if asked not in (0, page := pools[PoolName.KV].page_size):
         fix = f"remove it or use the page size, {page}: SGLang has no names for parts of pages"

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -119,9 +120,12 @@ def identity(*, mixes: bool = False) -> Identity:
     return Identity(weights=models["target"].known, draft=draft, mixes_weights=mixes)
 
 
-def listen(listener: Callable[[], None]) -> None:
-    """Have ``listener`` called when :func:`identity` may return something else."""
-    _state.listeners.append(listener)
+def listen(listener: Callable[[], None]) -> Callable[[], None]:
+    """Have ``listener`` called when :func:`identity` may return something else; return a function
+    that ends this, to be called at most once."""
+    listeners = _state.listeners
+    listeners.append(listener)
+    return partial(listeners.remove, listener)
 
 
 def generation() -> bytes:

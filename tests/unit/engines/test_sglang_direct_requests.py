@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[str] = []
+        self.passwords: list[str | None] = []
         self.connections = 0
 
     @property
@@ -42,6 +44,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.asked.append(f"{self.command} {self.path}")
+        self.server.passwords.append(self.headers.get("Authorization"))
         if self.path in ANSWERS:
             try:
                 ANSWERS[self.path](self)
@@ -154,3 +157,27 @@ def test_short_answers_come_over_one_connection(server: Server) -> None:
             answer = session.get(f"{server.url}/says", timeout=10)
             assert answer.json() == {"a": 1} and answer.text == '{"a": 1}'
     assert server.connections == 1
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_proxies_and_passwords_of_the_environment_are_not_used(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, session: bool
+) -> None:
+    """A proxy is asked for a whole URL, and the same server is the proxy here."""
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login somebody password secret")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("http_proxy", server.url)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    url = f"{server.url}/here"
+
+    def ask(asked: Any) -> Any:
+        return of_session("get")(asked, url) if session else asked.get(url, timeout=10)
+
+    with pytest.raises(requests.TooManyRedirects):
+        ask(requests)  # the control: the proxy answers with a redirect
+    assert {*server.asked} == {f"GET {url}"} and all(server.passwords)
+    server.asked.clear()
+    server.passwords.clear()
+    assert ask(direct()).status_code == 200
+    assert (server.asked, server.passwords) == (["GET /here"], [None])

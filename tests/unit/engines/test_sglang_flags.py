@@ -14,6 +14,7 @@ import pytest
 
 from kvconnect.engines import sglang
 from kvconnect.engines.sglang import plugin
+from kvconnect.engines.sglang.settings_flags import storage_settings
 from kvconnect.errors import ConfigError
 from kvconnect.settings import Settings, find_settings
 
@@ -66,6 +67,8 @@ def server_args(**flags: Any) -> SimpleNamespace:
         "disaggregation_mode": "null",
         "unified_cache_external_linker_config": None,
         "hicache_storage_backend_extra_config": None,
+        "enable_hierarchical_cache": False,
+        "disaggregation_decode_enable_offload_kvcache": False,
     }
     return SimpleNamespace(**{**defaults, **flags})
 
@@ -126,6 +129,26 @@ def test_the_storage_backend_s_object_may_be_a_file(tmp_path: Path) -> None:
     path.write_text("module_path: kvconnect.engines.sglang.storage\nlease_s: 0\n")
     with pytest.raises(ConfigError, match="lease_s=0"):
         plugin.check(server_args(hicache_storage_backend_extra_config=f"@{path}"))
+
+
+def test_a_decode_server_has_one_storage() -> None:
+    """SGLang makes one for HiCache, and one for what decode offloads."""
+    flags = {
+        "enable_hierarchical_cache": True,
+        "disaggregation_decode_enable_offload_kvcache": True,
+    }
+    own = storage("kvconnect.engines.sglang.storage")
+    for each in flags:
+        plugin.check(server_args(**own, **{each: True}))
+    plugin.check(server_args(**storage("mine.storage"), **flags))
+    with pytest.raises(ConfigError, match=r"-offload-kvcache=True.*both store the same pages"):
+        plugin.check(server_args(**own, **flags))
+
+
+def test_sglang_s_own_keys_are_no_settings() -> None:
+    """SGLang adds the last one by a flag of its own."""
+    given = {"module_path": "x", "lease_s": 5, "file_storage_path": "/x"}
+    assert storage_settings(given) == {"lease_s": 5}
 
 
 def test_several_tokenizer_workers_need_the_takeover(monkeypatch: pytest.MonkeyPatch) -> None:

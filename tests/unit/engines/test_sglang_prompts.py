@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from kvconnect.engines.sglang import prompts
 from kvconnect.engines.sglang.prompts import AdapterContents, prompt_identity
-from kvconnect.protocol.prompts import PromptIdentity
+from kvconnect.protocol.prompts import PromptIdentity, difference
 from kvconnect.timed_calls import TimedCalls
 
 
@@ -32,14 +33,32 @@ def scheduler(**loaded: Path) -> Any:
     return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
 
 
-def identity(server: Any = None, **fields: Any) -> PromptIdentity:
+@dataclass
+class Item:
+    """One of a prompt's media, as SGLang has it."""
+
+    hash: int
+
+    def padding_values(self) -> tuple[int, ...]:
+        return (1_000_000 + self.hash,)
+
+
+def identity(server: Any = None, compares_media: bool = True, **fields: Any) -> PromptIdentity:
     known = {"origin_input_ids": [1, 2, 3], "output_ids": [], "lora_id": None, "extra_key": None}
     req = SimpleNamespace(**{**known, "cache_salt": None, "multimodal_inputs": None, **fields})
-    return prompt_identity(req, server or scheduler(), AdapterContents())
+    made, contents = server or scheduler(), AdapterContents()
+    return prompt_identity(req, made, contents, compares_media=compares_media)
 
 
 def media(*hashes: int) -> Any:
-    return SimpleNamespace(mm_items=[SimpleNamespace(hash=value) for value in hashes])
+    return SimpleNamespace(mm_items=[Item(value) for value in hashes])
+
+
+def picture(value: int, *, first: int = 1, compares_media: bool = True) -> PromptIdentity:
+    """The identity of a prompt with a picture of this hash."""
+    items = media(value)
+    ids = [first, *items.mm_items[0].padding_values() * 2, 3]
+    return identity(origin_input_ids=ids, multimodal_inputs=items, compares_media=compares_media)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +80,36 @@ def test_media_go_by_what_they_are() -> None:
     assert identity(multimodal_inputs=media(5)) != identity(multimodal_inputs=media(6))
 
 
+@pytest.mark.parametrize("sides", [(False, True), (True, False), (False, False)], ids=str)
+def test_media_with_hashes_of_one_server_are_not_compared(sides: tuple[bool, bool]) -> None:
+    """As of a prefill server whose media an encoder server computes."""
+    prefill, decode = sides
+    ours = picture(5, compares_media=prefill)
+    assert difference(ours, picture(6, compares_media=decode)) == ""
+    assert "token ids" in difference(ours, picture(6, first=2, compares_media=decode))
+    text = identity(origin_input_ids=[1, -1, -1, 3])
+    assert "differ in their media" in difference(ours, text)
+
+
+def test_media_with_hashes_of_all_servers_are_compared() -> None:
+    """The control."""
+    assert difference(picture(5), picture(5)) == ""
+    said = difference(picture(5), picture(6))
+    assert "differ in their media" in said
+    assert all(
+        f"hashes of media {side.media[:8].hex()}" in said for side in (picture(5), picture(6))
+    )
+
+
+def test_media_go_by_their_places() -> None:
+    one, other = (1_000_000 + value for value in (5, 6))
+    first, second = (
+        identity(origin_input_ids=ids, multimodal_inputs=media(5, 6))
+        for ids in ([one, 2, other], [other, 2, one])
+    )
+    assert difference(first, second)
+
+
 def test_adapters_go_by_name_and_files_and_not_by_the_number_that_an_engine_gave(
     tmp_path: Path,
 ) -> None:
@@ -77,7 +126,7 @@ def test_adapters_go_by_name_and_files_and_not_by_the_number_that_an_engine_gave
 def test_adapters_whose_files_are_not_known_are_never_equal(
     tmp_path: Path, left: tuple[str, ...]
 ) -> None:
-    """As if given as tensors. Also not on one server, which asks once for all of its requests."""
+    """As if given as tensors. Also not on one server."""
     folder = adapter(tmp_path / "a", b"weights")
     for path in folder.iterdir():
         if path.name not in left:
@@ -110,6 +159,16 @@ def test_a_disk_that_hangs_holds_up_one_request(
     assert contents._call._last is not None
     contents._call._last.result()
     assert contents.identify("aa", loaded) == ("poet", "digest"), "it is back"
+    assert len(looks) == 1, "what came late is known"
+
+
+def test_an_adapter_that_could_not_be_read_is_read_for_a_later_request(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    server, contents = scheduler(aa=folder), AdapterContents()
+    loaded = server.tp_worker.model_runner.lora_manager.lora_refs["aa"]
+    assert contents.identify("aa", loaded) != contents.identify("aa", loaded)
+    adapter(folder, b"weights")
+    assert contents.identify("aa", loaded) == contents.identify("aa", loaded)
 
 
 def test_adapters_that_a_server_does_not_have_are_never_equal() -> None:

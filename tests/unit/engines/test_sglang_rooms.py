@@ -118,6 +118,30 @@ def test_a_request_given_up_does_not_withdraw_the_next_one() -> None:
     assert play.failed == []
 
 
+def test_a_prefix_that_sglang_was_told_stays() -> None:
+    """A stage that took an earlier request's state for this one's counts pages from it."""
+    play = hostile.Peers()
+    play.opens(ROOM)
+    assert play.box.tell_prefix(ROOM) == 0
+    play.read(1, ROOM, False, hostile.RANKS[0], [(hostile.KV, 2, hostile.BLOCKS - 2)])
+    play.pumps()
+    ((room, why),) = play.failed
+    assert room == ROOM and "this stage had begun" in why
+    play.box.send(ROOM, play.box.prefix(ROOM), play.requests[ROOM].pages[:4], [], None)
+    assert not play.agent.in_flight
+
+
+def test_a_prefix_that_is_the_one_told_is_served() -> None:
+    """The control."""
+    play = hostile.Peers()
+    play.opens(ROOM)
+    assert play.box.tell_prefix(ROOM) == 0
+    asks(play, 1)
+    play.computes(ROOM, hostile.BLOCKS, push=False)
+    assert play.agent.in_flight
+    assert play.failed == []
+
+
 def test_an_error_of_one_room_ends_that_room(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,7 +83,9 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
     [
         ({}, ""),
         ({"version": "1.4.0"}, ""),
-        ({"agent": "kvconnect-1"}, "both sides are the same nixl agent"),
+        ({"agent": "kvconnect-1"}, "both sides are the same worker"),
+        ({"owner": "worker-1"}, "both sides are the same worker"),
+        ({"owner": "worker-2"}, ""),
         ({"version": "1.3.2"}, "nixl 1.5.1 here, 1.3.2 there"),
         ({"version": "2.0.0"}, "nixl 1.5.1 here, 2.0.0 there"),
         ({"version": "1.6rc1"}, "nixl 1.5.1 here, 1.6rc1 there"),
@@ -93,6 +95,18 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
     ],
 )
 def test_sides_that_do_not_fit_say_why(theirs: dict[str, str], why: str) -> None:
+    ours = msgspec.structs.replace(OFFER, owner="worker-1")
     other = msgspec.structs.replace(OFFER, **{"agent": "kvconnect-2", **theirs})
-    found = nixl_messages.mismatch(OFFER, other)
+    found = nixl_messages.mismatch(ours, other)
     assert (why in found) if why else found == ""
+
+
+def test_offers_without_an_owner_are_of_different_workers() -> None:
+    """Older versions send none, and ignore what they do not know."""
+    other = msgspec.structs.replace(OFFER, agent="kvconnect-2")
+    assert nixl_messages.mismatch(OFFER, other) == ""
+    older = msgspec.to_builtins(OFFER, builtin_types=(bytes,))
+    del older["owner"]
+    assert nixl_messages.decode_offer(msgspec.msgpack.encode(older)) == OFFER
+    newer = {**older, "owner": "worker-1", "later": 1}
+    assert nixl_messages.decode_offer(msgspec.msgpack.encode(newer)).owner == "worker-1"

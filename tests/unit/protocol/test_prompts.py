@@ -41,6 +41,20 @@ def test_a_difference_names_both_values(other: PromptIdentity, what: str) -> Non
     assert difference(other, PROMPT) != text, "it says whose is whose"
 
 
+def test_media_are_compared_if_both_know_them() -> None:
+    known, other = identify(IDS, CONTEXT, b"one"), identify(IDS, CONTEXT, b"two")
+    assert difference(known, identify(IDS, CONTEXT, b"one")) == ""
+    assert difference(known, PROMPT) == difference(PROMPT, known) == ""
+    said = difference(known, other)
+    assert "in their media, adapter or salt" in said
+    assert str(known) in said and str(other) in said and str(known) != str(other)
+
+
+def test_versions_that_know_no_media_are_understood() -> None:
+    data = msgspec.msgpack.encode((PROMPT.tokens, PROMPT.ids, PROMPT.context))
+    assert msgspec.msgpack.decode(data, type=PromptIdentity) == PROMPT
+
+
 def test_no_real_prompt_is_like_none() -> None:
     assert identify([], None) != NO_PROMPT
 

@@ -1,0 +1,45 @@
+"""Token ids of SGLang's requests, checked where they are tokenized."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvconnect.engines.sglang.token_checks import before_validate
+
+SIZE = 100
+
+
+def check(*, processor: Any = None, media: bool = False, **fields: Any) -> None:
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=SIZE), mm_processor=processor)
+    known = {"input_ids": None, "sampling_params": {}, "top_logprobs_num": None}
+    request = SimpleNamespace(**{**known, **fields}, contains_mm_input=lambda: media)
+    before_validate(manager, request, [5])
+
+
+@pytest.mark.parametrize("ids", [[SIZE], [-1], [1, 2, 10**9, 3], [0, -(2**63)]])
+def test_ids_that_the_vocabulary_lacks_are_refused(ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="input_ids: use ids from 0 to 99"):
+        check(input_ids=ids)
+    with pytest.raises(ValueError, match="stop_token_ids: use ids from 0 to 99"):
+        check(sampling_params={"stop_token_ids": ids})
+    # A server without a processor takes a request with media for one without.
+    with pytest.raises(ValueError, match="input_ids"):
+        check(input_ids=ids, media=True)
+    check(input_ids=ids, media=True, processor=object())
+
+
+def test_ids_of_the_vocabulary_pass() -> None:
+    for ids in (None, [], [0], [SIZE - 1], list(range(SIZE))):
+        check(input_ids=ids, sampling_params={"stop_token_ids": ids}, top_logprobs_num=SIZE)
+    check(sampling_params={"stop_token_ids": [None, "5"]})  # as SGLang takes them
+    request = SimpleNamespace(input_ids=[1], sampling_params={}, contains_mm_input=lambda: False)
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=2), mm_processor=None)
+    before_validate(manager, request)  # for an embedding
+
+
+def test_more_likely_tokens_than_the_vocabulary_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="top_logprobs_num: use 100 or less"):
+        check(top_logprobs_num=SIZE + 1)
