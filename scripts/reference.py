@@ -98,25 +98,31 @@ MODELS = (
 )
 _ITEM = 2  # bytes of bfloat16 and float16
 _CONTEXT = 8192  # tokens
+_RANKS = 8  # of a tensor-parallel engine
 _LINKS = (10, 25, 100, 400)  # Gbit/s
 
 
 def token_bytes(model: Model) -> int:
-    """Return the bytes of KV of one token, all layers and ranks together."""
+    """Return the bytes of KV of one token, all layers together, once."""
     row = model.latent or 2 * model.kv_heads * model.head_dim  # keys and values
     return model.layers * row * _ITEM
 
 
+def copies(model: Model, ranks: int) -> int:
+    """Return how often tensor-parallel ranks together have the KV of a token."""
+    return ranks if model.latent else max(1, ranks // model.kv_heads)
+
+
 def sizing() -> str:
     """Return how much host memory what takes."""
-    many = "tokens in 64 GiB | conversations of that length"
-    rows = [f"| model | a token | {_CONTEXT:,} tokens | {many} |", "|---|---|---|---|---|"]
+    many = f"tokens in 64 GiB | conversations of that length | tokens on {_RANKS} ranks"
+    rows = [f"| model | a token | {_CONTEXT:,} tokens | {many} |", "|---|---|---|---|---|---|"]
     for model in MODELS:
         one = token_bytes(model)
         whole = one * _CONTEXT
         rows.append(
             f"| {model.name} | {one / 2**10:.0f} KiB | {whole / 2**30:.2f} GiB "
-            f"| {2**36 // one:,} | {2**36 // whole} |"
+            f"| {2**36 // one:,} | {2**36 // whole} | {2**36 // (one * copies(model, _RANKS)):,} |"
         )
     return "\n".join(rows)
 

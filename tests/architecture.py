@@ -116,7 +116,7 @@ PURE = (
         "offload/ledger.py",
         "offload/messages.py",
     ),
-    *("offload/load_mode.py", "offload/copy_schedule.py"),
+    *("offload/load_mode.py", "offload/copy_schedule.py", "offload/shared_loads.py"),
     *("offload/retention.py", "offload/hints/"),
     "offload/eviction/",
     *(

@@ -39,9 +39,9 @@ def add_command(commands: Any) -> None:
         each.add_argument("--model", metavar="NAME", help=of_model)
     for each in (ls, clear):
         old = "only blocks stored longer ago than 7d, 12h or 30m"
-        each.add_argument("--older-than", default="", metavar="TIME", help=old)
+        each.add_argument("--older-than", metavar="TIME", help=old)
         of_format = "only formats whose fingerprint (see stats) starts with HEX"
-        each.add_argument("--format", default="", metavar="HEX", help=of_format)
+        each.add_argument("--format", metavar="HEX", help=of_format)
         tenant = each.add_mutually_exclusive_group()
         tenant.add_argument("--tenant", metavar="SALT", help="only blocks of this cache_salt")
         tenant.add_argument("--tenant-id", metavar="HEX", help="the same, by its id (see stats)")

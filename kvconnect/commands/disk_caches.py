@@ -24,7 +24,7 @@ def stats(arguments: argparse.Namespace) -> int:
         ConfigError: the folder is unusable, or a flag is for a router only.
     """
     for flag in router_caches.OF_ROUTER:
-        if value := getattr(arguments, flag):
+        if (value := getattr(arguments, flag)) not in (None, ""):
             raise ConfigError(flag.replace("_", "-"), value, "only with the URL of a router")
     parts = inspect.stats(arguments.folder, arguments.model)
     if arguments.json:
@@ -88,13 +88,25 @@ def clear(arguments: argparse.Namespace) -> int:
 def _wanted(arguments: argparse.Namespace) -> inspect.BlockFilter:
     """Return the selection of blocks; raise :class:`ConfigError`."""
     before = tenant = None
-    if arguments.older_than:
+    if arguments.older_than is not None:
         before = time.time() - parse_seconds("older-than", arguments.older_than)
     if arguments.tenant is not None:
         tenant = tenant_of(arguments.tenant)
     elif arguments.tenant_id is not None:
         tenant = parse_tenant("tenant-id", arguments.tenant_id)
-    return inspect.BlockFilter(before, arguments.format.lower(), arguments.model, tenant)
+    formats = "" if arguments.format is None else parse_format("format", arguments.format)
+    return inspect.BlockFilter(before, formats, arguments.model, tenant)
+
+
+def parse_format(field: str, text: str) -> str:
+    """Return the beginning of a format's fingerprint, as ``stats`` shows it.
+
+    Raises:
+        ConfigError: malformed; an empty one would be of every format.
+    """
+    if not re.fullmatch("[0-9a-fA-F]+", text):
+        raise ConfigError(field, text, "use hexadecimal digits that stats shows")
+    return text.lower()
 
 
 def parse_tenant(field: str, text: str) -> bytes:

@@ -67,9 +67,12 @@ def run_copy(refuse: Refuse, arguments: argparse.Namespace) -> int:  # noqa: ARG
     """Copy blocks as the host tier does; return the exit code."""
     try:
         from kvconnect.doctor import copies
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library of torch cannot be loaded
+        why = f"torch cannot be used: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            why = f"{error.name} is missing"
         fix = f"install the engine: {extras.command(['vllm'])} or [sglang]"
-        missing = Finding("copy", "fail", f"{error.name} is missing", fix)
+        missing = Finding("copy", "fail", why, fix)
         return _show(FindingsReport((missing,), "", "blocks cannot be copied here"), arguments)
     return _show(copies.examine(arguments.device), arguments)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import urllib.error
 import urllib.parse
-import urllib.request
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvconnect.commands.cache_lines import lines_of_engine, lines_of_prompt
-from kvconnect.direct_http import open_direct, read_within
+from kvconnect.direct_http import answer_of, whole
 from kvconnect.errors import ConfigError
 from kvconnect.protocol.cache_hints import CacheHint
 from kvconnect.router.api_keys import parse_api_keys
@@ -110,7 +108,7 @@ def router_stats(arguments: argparse.Namespace) -> RouterAnswer:
     if arguments.prompt is not None or arguments.request:
         body = json.dumps(_body(arguments)).encode()
         engines, lines = _engines_of(f"{url}/stats", arguments, body), lines_of_prompt
-    elif arguments.api_key_file or arguments.tokens:
+    elif arguments.api_key_file or arguments.tokens is not None:
         raise ConfigError("prompt", "", "--api-key-file and --tokens need --prompt or --request")
     else:
         asked = {"model": arguments.model or "", "url": arguments.engine}
@@ -135,19 +133,30 @@ def _engines_of(
     if not is_router(url):
         raise ConfigError("URL", url, "use a URL such as http://127.0.0.1:8001")
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    request = urllib.request.Request(url, body, headers)  # checked above
+    method = "GET" if body is None else "POST"
+    asked = answer_of(url, _TIMEOUT_S, method=method, body=body, headers=headers)
     try:
-        with open_direct(request, _TIMEOUT_S) as answer:
-            found = json.loads(read_within(answer, _TIMEOUT_S, _MOST_BYTES))
-        engines: list[dict[str, Any]] = found["engines"]
-        return engines
-    except urllib.error.HTTPError as error:
-        said = error.read(_MOST_ERROR).decode(errors="replace") or str(error)
-        raise ConfigError("URL", url, said) from error
+        with asked as answer:
+            good = answer.status // 100 == 2
+            said = whole(answer, _MOST_BYTES) if good else answer.read(_MOST_ERROR)
     except (OSError, HTTPException, ValueError) as error:
         raise ConfigError("URL", url, f"the router does not answer: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise ConfigError("URL", url, "name the admin API of a router") from error
+    if not good:
+        why = said.decode(errors="replace") or f"it answers {answer.status} {answer.reason}"
+        raise ConfigError("URL", url, why)
+    return _engines_in(url, said)
+
+
+def _engines_in(url: str, said: bytes) -> list[dict[str, Any]]:
+    fix = "name the admin API of a router"
+    try:
+        found = json.loads(said)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("URL", url, f"{fix}: {error}") from error
+    engines = found.get("engines") if isinstance(found, dict) else None
+    if not isinstance(engines, list) or not all(isinstance(each, dict) for each in engines):
+        raise ConfigError("URL", url, fix)
+    return engines
 
 
 def _body(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -159,12 +168,12 @@ def _body(arguments: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError("request", arguments.request, f"use JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError("request", arguments.request, "use a JSON object")
-    fields["model"] = arguments.model or ""
+    fields["model"] = arguments.model or fields.get("model", "")
     if arguments.api_key_file:
         fields["api_key"] = _api_key(arguments.api_key_file)
     more = {"seconds": "seconds", "tokens": "tokens", "url": "engine"}
     given = {field: getattr(arguments, name, None) for field, name in more.items()}
-    return {**fields, **{field: value for field, value in given.items() if value}}
+    return {**fields, **{f: value for f, value in given.items() if value not in (None, "")}}
 
 
 def _api_key(path: str) -> str:

@@ -65,7 +65,8 @@ def run_trial(refuse: Refuse, arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         refuse(f"{error.field} {error.value}: {error.fix}")
     except TrialFailed as error:
-        say(f"fail: {error}")
+        problem = {"ok": False, "problem": str(error)}
+        say(json.dumps(problem) if arguments.json else f"fail: {error}")
         return 1
     say(*(json.dumps(result.record()) if arguments.json else result.text()).splitlines())
     return 0 if result.problem is None else 1

@@ -42,7 +42,7 @@ def examine(folder: str) -> FindingsReport:
     """Return what works with the model in a local folder. Reads files only."""
     try:
         config = _config(Path(folder))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         fix = "give the folder that has the model's config.json"
         return FindingsReport((Finding("model", "fail", f"{folder}: {error}", fix),), _GOOD, _BAD)
     kinds = kinds_of(config)

@@ -52,7 +52,7 @@ def evict(client: EngineClient, maker: PromptMaker, counters: Counters, longest:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         sent = list(pool.map(fill, prompts))
     size = "" if counters.device_tokens else " (the size of its cache is unknown)"
-    return f"{len(sent)} other prompts with {sum(sent)} tokens{size}"
+    return f"{len(sent)} other prompts with {sum(sent):,} tokens{size}"
 
 
 def _reset(client: EngineClient) -> bool:

@@ -5,19 +5,15 @@ Redirects and proxies of the environment are not followed: a trial asks the serv
 
 from __future__ import annotations
 
-import http.client
-import io
-import socket
-import ssl
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from functools import partial
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from kvconnect.direct_http import answer_of, whole
 from kvconnect.errors import ConfigError, KVConnectError
 
 _MOST_BYTES = 64 << 20  # of a whole answer; metrics of many ranks are the largest
@@ -54,15 +50,12 @@ class HttpClient:
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-            port = parts.port
         except ValueError as error:
             raise ConfigError("URL", url, f"{fix}: {error}") from error
         if not good or parts.username or not url.isascii() or not url.isprintable() or " " in url:
             raise ConfigError("URL", url, fix)
         self.host = parts.hostname or ""
         self.url = f"{parts.scheme}://{parts.netloc}"
-        self._secure = parts.scheme == "https"
-        self._port = port
         self._path = parts.path.rstrip("/")
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -98,72 +91,32 @@ class HttpClient:
     @contextmanager
     def _answer(
         self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> Iterator[http.client.HTTPResponse]:
+    ) -> Iterator[HTTPResponse]:
         raw = None if body is None else msgspec.json.encode(body)
-        headers = {**self._headers, "Connection": "close"}
+        headers = dict(self._headers)
         if raw is not None:
             headers["Content-Type"] = "application/json"
-        where = f"{method} {self.url}{self._path}{path}"
+        url = f"{self.url}{self._path}{path}"
+        where = f"{method} {url}"
+        asked = answer_of(url, self._timeout_s, method=method, body=raw, headers=headers)
         try:
-            with closing(self._connection()) as connection:
-                connection.request(method, f"{self._path}{path}", raw, headers)
-                with connection.getresponse() as answer:
-                    if answer.status != 200:
-                        said = answer.read(_SHOWN).decode("utf-8", "replace")
-                        why = f"answered {answer.status}: {' '.join(said.split())}"
-                        raise TrialFailed(f"{where} {why}", answer.status)
-                    yield answer
+            with asked as answer:
+                if answer.status != 200:
+                    said = answer.read(_SHOWN).decode("utf-8", "replace")
+                    why = f"answered {answer.status}: {' '.join(said.split())}"
+                    raise TrialFailed(f"{where} {why}", answer.status)
+                yield answer
         except TimeoutError as error:
             raise TrialFailed(
                 f"{where}: no whole answer in {self._timeout_s:g} s: is the engine stuck or busy? "
                 "(--timeout sets the limit)"
             ) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, HTTPException) as error:
             why = str(error) or type(error).__name__
             raise TrialFailed(f"{where} failed: {why}: is the engine running there?") from error
 
-    def _connection(self) -> http.client.HTTPConnection:
-        deadline = time.monotonic() + self._timeout_s
-        if self._secure:
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                self.host, self._port, timeout=self._timeout_s, context=ssl.create_default_context()
-            )
-        else:
-            connection = http.client.HTTPConnection(self.host, self._port, timeout=self._timeout_s)
-        connection.response_class = partial(_Response, deadline=deadline)  # type: ignore[assignment]
-        return connection
-
-    def _whole(self, answer: http.client.HTTPResponse) -> bytes:
-        found = answer.read(_MOST_BYTES + 1)
-        if len(found) > _MOST_BYTES:
-            raise TrialFailed(f"{self.url} answers with more than {_MOST_BYTES >> 20} MiB")
-        return found
-
-
-class _Response(http.client.HTTPResponse):
-    """An answer whose reads all end by one deadline. A socket's timeout counts from each byte."""
-
-    def __init__(self, sock: socket.socket, *args: Any, deadline: float, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self._keeps_open = self.fp  # the socket closes with the last file made of it
-        self.fp = io.BufferedReader(_UntilDeadline(sock, deadline))
-
-    def close(self) -> None:
-        self._keeps_open.close()
-        super().close()
-
-
-class _UntilDeadline(io.RawIOBase):
-    def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._sock = sock
-        self._deadline = deadline
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the deadline has passed")
-        self._sock.settimeout(left)
-        return self._sock.recv_into(buffer)
+    def _whole(self, answer: HTTPResponse) -> bytes:
+        try:
+            return whole(answer, _MOST_BYTES)
+        except ValueError as error:
+            raise TrialFailed(f"{self.url} answers with {error}") from error

@@ -99,8 +99,10 @@ With `--enable-metrics`, SGLang's own `/metrics` has the same metrics, under nam
 `--extra-metric-labels`. Three things differ:
 
 - Each rank is a process that publishes its own numbers. Where the table says *all ranks
-  together*, sum over `tp_rank` and `pp_rank`. As with SGLang's own metrics, of the ranks that
-  share attention only the first publishes, unless `--enable-metrics-for-all-schedulers` is set.
+  together*, sum over `tp_rank` and `pp_rank`. Of requests and tokens, all ranks count the same:
+  take the largest, with `max without (tp_rank, pp_rank, moe_ep_rank)`. As with SGLang's own
+  metrics, of the ranks that share attention only the first publishes, unless
+  `--enable-metrics-for-all-schedulers` is set.
 - These are missing, because SGLang has no such event: {absent}.
 - Prometheus may store `sglang:` as `sglang_`
   ([why](https://github.com/prometheus/client_python/issues/1177)).

@@ -7,7 +7,7 @@ Prometheus (https://github.com/prometheus/client_python/issues/1177).
 
 from __future__ import annotations
 
-from kvconnect.observability.metrics.catalog import CATALOG
+from kvconnect.observability.metrics.catalog import ALIKE, CATALOG, RANK_LABELS
 from scripts.dashboards import helps
 
 PREFIXES = {"vLLM": "vllm:", "SGLang": "sglang:|sglang_"}
@@ -53,12 +53,12 @@ def router(name: str, *more: str) -> str:
 
 def rate(selector: str, by: str = "") -> str:
     """Return the rate per second, summed over all labels but ``by``."""
-    return _sum(f"rate({selector}[$__rate_interval])", by)
+    return _sum(_of_engines(selector, f"rate({selector}[$__rate_interval])"), by)
 
 
 def during(selector: str, by: str = "") -> str:
     """Return a counter's rise in the whole time range."""
-    return _sum(f"increase({selector}[$__range])", by)
+    return _sum(_of_engines(selector, f"increase({selector}[$__range])"), by)
 
 
 def now(selector: str, by: str = "") -> str:
@@ -79,6 +79,13 @@ def share(part: str, whole: str, by: str = "") -> str:
 def quantile(q: float, buckets: str, by: str = "") -> str:
     """Return a histogram's quantile, from the selector of its buckets."""
     return f"histogram_quantile({q}, {rate(buckets, ', '.join(filter(None, ('le', by))))})"
+
+
+def _of_engines(selector: str, vector: str) -> str:
+    """Return one series an engine, where all of its ranks count alike."""
+    if not any(f'kvconnect_{name}"' in selector for name in ALIKE):
+        return vector
+    return f"max without ({', '.join(RANK_LABELS)}) ({vector})"
 
 
 def _sum(vector: str, by: str) -> str:

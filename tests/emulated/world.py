@@ -237,6 +237,8 @@ class Lock:
 class Condition(Lock):
     """``threading.Condition`` with a lock of its own."""
 
+    _notes = 0
+
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         self._world.pause()
         if timeout == 0 or predicate():
@@ -250,7 +252,12 @@ class Condition(Lock):
             self._owner, self._depth = self._world.current, depth
         return predicate()
 
-    def notify(self, n: int = 1) -> None: ...
+    def wait(self, timeout: float | None = None) -> bool:
+        before = self._notes
+        return bool(self.wait_for(lambda: self._notes != before, timeout))
+
+    def notify(self, n: int = 1) -> None:
+        self._notes += n
 
     notify_all = notify
 

@@ -113,25 +113,25 @@ CATALOG: tuple[Metric, ...] = (
            label=_TYPE, buckets=TIME_BUCKETS, part=EntryPart.BUCKETS),
     Metric("load_latency_seconds", "histogram", "seconds",
            "Latency of one request's load.", "the last rank reports a load done",
-           label=_TIER, buckets=TIME_BUCKETS, part=EntryPart.BUCKETS),
+           label=_TIER, buckets=TIME_BUCKETS, part=EntryPart.BUCKETS, alike=True),
     Metric("load_exposed_seconds", "histogram", "seconds",
            "Exposed time of one request's load, or of all loads that ran inside one step. "
            "Waits inside the GPU's own queue are not counted.",
            "a request that waited for a load can run",
            label=_TIER, buckets=TIME_BUCKETS, part=EntryPart.BUCKETS,
-           aliases=(Alias("vllm:kv_offload_lookup_async_delay_seconds", only=_LOWER),)),
+           aliases=(Alias("vllm:kv_offload_lookup_async_delay_seconds", only=_LOWER),), alike=True),
     Metric("lookups", "counter", "requests",
            "Requests looked up at admission; a preempted one is admitted, and looked up, again.",
-           "a request's lookup is decided"),
+           "a request's lookup is decided", alike=True),
     Metric("query_tokens", "counter", "tokens",
            "Prompt tokens beyond the device's own prefix hit.",
-           "a request's lookup is decided"),
+           "a request's lookup is decided", alike=True),
     Metric("hit_tokens", "counter", "tokens",
            "Tokens of `query_tokens` found, by tier. A load that fails later does not lower it.",
-           "a request's lookup is decided", label=_TIER),
+           "a request's lookup is decided", label=_TIER, alike=True),
     Metric("miss_tokens", "counter", "tokens",
            "Tokens of `query_tokens` found in no tier. Hits of all tiers and misses add up to it.",
-           "a request's lookup is decided"),
+           "a request's lookup is decided", alike=True),
     Metric("evicted_blocks", "counter", "blocks",
            "Blocks dropped to make room.", "a tier evicts a block", label=_HOST),
     Metric("skipped_store_blocks", "counter", "blocks",
@@ -160,7 +160,7 @@ CATALOG: tuple[Metric, ...] = (
            "a copy is quarantined", label=_QUARANTINE),
     Metric("failed_requests", "counter", "requests",
            "Requests whose load failed. vLLM recomputes them; SGLang aborts them.",
-           "a request's load fails", label=_CAUSE),
+           "a request's load fails", label=_CAUSE, alike=True),
     Metric("prompt_tokens", "counter", "tokens",
            "Prompt tokens of finished requests by where their KV came from. Sources add up to the "
            "prompts.",
@@ -178,7 +178,7 @@ CATALOG: tuple[Metric, ...] = (
            "a disk or remote tier evicts blocks"),
     Metric("tier_lookups", "counter", "requests",
            "Requests looked up in the secondary tiers.",
-           "a request's first lookup starts"),
+           "a request's first lookup starts", alike=True),
     Metric("tier_decisions", "counter", "requests",
            "Lookups that hit a secondary tier, by decision: `load` prefetches; `probe` and "
            "`unknown` prefetch a few blocks to measure the tier; `recompute` is faster than the "
@@ -235,14 +235,14 @@ CATALOG: tuple[Metric, ...] = (
            "Jobs submitted that not every rank has reported done.", _STEP, label=_JOB),
     Metric("handoff_sent_requests", "counter", "requests",
            "Requests offered to decode engines, by how the lease ended.",
-           "a lease ends", label=_SENT),
+           "a lease ends", label=_SENT, alike=True),
     Metric("handoff_received_requests", "counter", "requests",
            "Requests read from prefill engines, by outcome.",
            "the last rank reports a hand-off", label=_RECEIVED,
-           aliases=(Alias("vllm:nixl_num_failed_transfers", only=("failed",)),)),
+           aliases=(Alias("vllm:nixl_num_failed_transfers", only=("failed",)),), alike=True),
     Metric("handoff_failures", "counter", "requests",
            "Received requests with outcome `failed`, by the first cause found.",
-           "the last rank reports a failed hand-off", label=_HANDOFF_CAUSE),
+           "the last rank reports a failed hand-off", label=_HANDOFF_CAUSE, alike=True),
     Metric("handoff_expired_leases", "counter", "leases",
            "Leases that expired before a decode engine had every page.",
            "a lease's deadline passes", absent=(SGLANG,),
@@ -268,7 +268,8 @@ CATALOG: tuple[Metric, ...] = (
                     Alias("vllm:nixl_xfer_time_seconds", only=("recv",)))),
     Metric("handoff_latency_seconds", "histogram", "seconds",
            "Latency of one request's hand-off, from read request to usable; successful ones only.",
-           "the last rank reports a hand-off done", buckets=TIME_BUCKETS, part=EntryPart.BUCKETS),
+           "the last rank reports a hand-off done", buckets=TIME_BUCKETS, part=EntryPart.BUCKETS,
+           alike=True),
     Metric("handoff_exposed_seconds", "histogram", "seconds",
            "Exposed time of one request on one rank: from its last computed page, or its read "
            "request if that came later, until the last page arrived.",
@@ -314,6 +315,18 @@ CATALOG: tuple[Metric, ...] = (
            "a peer's message raises an unexpected error"),
 )
 # fmt: on
+
+RANK_LABELS = ("tp_rank", "pp_rank", "moe_ep_rank")
+"""Labels of SGLang that tell ranks of one engine apart."""
+
+ALIKE = frozenset(
+    f"{row.name}_{part}"
+    for row in CATALOG
+    if row.alike
+    for part in (("bucket", "sum", "count") if row.kind == "histogram" else ("total",))
+)
+"""Series, without the engine in front, that every rank of an engine counts alike. Their largest is
+the engine's; their sum over ranks is not."""
 
 
 def families(prefix: str) -> Iterator[Family]:

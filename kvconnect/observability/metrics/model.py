@@ -51,7 +51,8 @@ class Metric:
     """One metric. ``name`` lacks the ``<engine>:kvconnect_`` in front.
 
     ``source`` is the recorded name: the row's own, unless several rows publish parts of one
-    recorded histogram. ``absent`` has the prefixes of engines that cannot record it.
+    recorded histogram. ``absent`` has the prefixes of engines that cannot record it. ``alike``:
+    every rank of an engine counts the same requests or tokens, so one of them has the whole.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Metric:
     part: EntryPart = EntryPart.VALUE
     aliases: tuple[Alias, ...] = ()
     absent: tuple[str, ...] = ()
+    alike: bool = False
 
     @property
     def recorded_as(self) -> str:

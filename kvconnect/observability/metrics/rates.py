@@ -1,18 +1,19 @@
 """Computes rates from two scrapes of an endpoint, without I/O or clock.
 
 Rates are per second between the scrapes, ``None`` with one scrape. Series of one metric are summed
-over ranks and engines. A counter that fell belongs to a restarted engine: its value is its rise.
+over engines, and over ranks unless every rank counts the same. A counter that fell belongs to a
+restarted engine: its value is its rise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
 import msgspec
 
-from kvconnect.observability.metrics.catalog import CATALOG, SGLANG, VLLM
+from kvconnect.observability.metrics.catalog import ALIKE, CATALOG, RANK_LABELS, SGLANG, VLLM
 from kvconnect.types import Tier, TransferType
 
 Labels = frozenset[tuple[str, str]]
@@ -191,7 +192,7 @@ class _ScrapePair:
         return list(dict.fromkeys(found.get(label, "") for found, _ in self.series(name)))
 
     def total(self, name: str, **labels: str) -> float:
-        return sum(value for _, value in self.series(name, **labels))
+        return _added(name, self.series(name, **labels))
 
     def highest(self, name: str) -> float:
         return max((value for _, value in self.series(name)), default=0.0)
@@ -201,11 +202,11 @@ class _ScrapePair:
         if self._then is None:
             return None
         then = self._then.get(self._prefix + name, {})
-        risen = 0.0
+        risen = []
         for named, value in self.series(name, **labels):
             old = then.get(frozenset(named.items()), 0.0)
-            risen += value if value < old else value - old
-        return risen
+            risen.append((named, value if value < old else value - old))
+        return _added(name, risen)
 
     def rate(self, name: str, **labels: str) -> float | None:
         return over(self.rise(name, **labels), self.seconds)
@@ -216,6 +217,17 @@ class _ScrapePair:
             value: self.total(name, **{label: value} if label else {})
             for value in self.values(name, label)
         }
+
+
+def _added(name: str, found: Iterable[tuple[Mapping[str, str], float]]) -> float:
+    """Return the sum of a metric's series; of ranks that count alike, the largest."""
+    if name not in ALIKE:
+        return sum(value for _, value in found)
+    engines: dict[Labels, float] = {}
+    for named, value in found:
+        engine = frozenset(pair for pair in named.items() if pair[0] not in RANK_LABELS)
+        engines[engine] = max(value, engines.get(engine, value))
+    return sum(engines.values())
 
 
 def over(value: float | None, whole: float | None) -> float | None:

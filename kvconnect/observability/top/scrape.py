@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvconnect.direct_http import open_direct, read_within
+from kvconnect.direct_http import answer_of, whole
 from kvconnect.errors import ConfigError
 from kvconnect.observability.metrics.rates import Labels, Samples, Scrape
 
-_TIMEOUT_S = 5.0  # limit of one socket operation, and of a whole answer
+_TIMEOUT_S = 5.0  # limit of a whole answer
 _MOST_BYTES = 64 << 20
 _AT_ONCE = 16  # scrapes in parallel
 
@@ -46,11 +46,13 @@ def scrape_all(urls: Sequence[str]) -> list[Scrape]:
 def scrape(url: str) -> Scrape:
     """Scrape one URL. If the endpoint fails, the result has the error; nothing is raised."""
     try:
-        with open_direct(url, _TIMEOUT_S) as answer:
-            body = read_within(answer, _TIMEOUT_S, _MOST_BYTES)
+        with answer_of(url, _TIMEOUT_S) as answer:
+            if answer.status // 100 != 2:
+                raise OSError(f"{answer.status} {answer.reason}")
+            body = whole(answer, _MOST_BYTES)
         return Scrape(url, time.monotonic(), parse(body.decode()))
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return Scrape(url, time.monotonic(), {}, _reason(error))
+        return Scrape(url, time.monotonic(), {}, str(error) or type(error).__name__)
 
 
 def parse(text: str) -> Samples:
@@ -65,8 +67,3 @@ def parse(text: str) -> Samples:
         for sample in family.samples:
             samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
     return samples
-
-
-def _reason(error: Exception) -> str:
-    why = getattr(error, "reason", None) or error
-    return str(why) or type(error).__name__

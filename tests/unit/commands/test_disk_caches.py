@@ -365,9 +365,12 @@ def test_a_model_is_shown_as_plain_text(shared: Path, capsys: pytest.CaptureFixt
         (("--tenant-id", "0" * 18), "use the 16 hexadecimal digits"),
         (("--tenant-id", "alice"), "use the 16 hexadecimal digits"),
         (("--tenant-id", "00", "--tenant", "a"), "not allowed with"),
+        (("--older-than", ""), "older-than : use a number"),  # an unset variable of a shell
+        (("--format", ""), "format : use hexadecimal digits"),
+        (("--format", "xyz"), "use hexadecimal digits"),
     ],
 )
-def test_a_tenant_that_cannot_be_meant(
+def test_a_filter_that_cannot_be_meant(
     shared: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], text: str
 ) -> None:
     for what in ("ls", "clear"):

@@ -139,3 +139,28 @@ def test_copies_need_torch(
     monkeypatch.delattr("kvconnect.doctor.copies", raising=False)
     assert cli.main(["doctor", "copy"]) == 1
     assert "pip install 'kvconnect[vllm]'" in capsys.readouterr().out
+
+
+class _Broken:
+    """Stands for modules that cannot be imported: a finder that raises an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "kvconnect.doctor.copies":
+            raise self._error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("libcudart.so.12: cannot open it"), ImportError("libcudart.so.12: no symbol")]
+)
+def test_a_torch_without_its_libraries_is_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvconnect.doctor.copies", raising=False)
+    monkeypatch.delattr("kvconnect.doctor.copies", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [_Broken(error), *sys.meta_path])
+    assert cli.main(["doctor", "copy"]) == 1
+    out = capsys.readouterr().out
+    assert str(error) in out and "None" not in out

@@ -59,7 +59,8 @@ def test_without_a_reset_other_prompts_fill_the_whole_device(
         found = try_json(capsys, engine.url)
     assert found["device_tokens"] == 0
     assert found["hit_tokens"] == {"host": 256}
-    filled = int(found["evicted_by"].split()[-2])
+    filled = int(found["evicted_by"].split()[-2].replace(",", ""))
+    assert f" {filled:,} tokens" in found["evicted_by"]
     assert filled >= engine.device_tokens
 
 
@@ -168,6 +169,8 @@ def test_nobody_at_the_address_is_one_line(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["try", "http://127.0.0.1:1"]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert "is the engine running there?" in line
+    found = try_json(capsys, "http://127.0.0.1:1")
+    assert not found["ok"] and "is the engine running there?" in found["problem"]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,13 @@ def test_what_keeps_engines_from_sharing_is_named(
 
 @pytest.mark.parametrize(
     "text",
-    [None, "{", "[]", '{"text_config": {"text_config": 7}, "layer_types": 3, "architectures": 1}'],
+    [
+        None,
+        "{",
+        "[]",
+        pytest.param('{"a": ' + "[" * 100_000, id="deep"),
+        '{"text_config": {"text_config": 7}, "layer_types": 3, "architectures": 1}',
+    ],
 )
 def test_a_folder_that_cannot_be_read_is_one_line(
     tmp_path: Path, text: str | None, capsys: pytest.CaptureFixture[str]

@@ -23,7 +23,7 @@ needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="no pro
 
 @dataclass(frozen=True)
 class Case:
-    """What makes one alert fire, and nothing else.
+    """What makes one alert fire, and nothing else; ``alert`` is "" if it makes none fire.
 
     ``series`` are of an engine, without the ``vllm:kvconnect_`` in front, or of the router;
     ``running`` is how many requests run. Their values are one a minute, in promtool's notation. At
@@ -104,6 +104,17 @@ CASES = (
     Case("KVConnectHandoffsRefused", {'handoff_refused_total{field="auth"}': BURST}, 20, 40),
     Case("KVConnectPeerFails", {'handoff_peer_failures_total{peer="a:1"}': BURST}, 20, 40),
     Case("KVConnectTierDown", {'tier_available{tier="disk"}': "1x9 0x20 1x20"}, 20, 35),
+    Case(  # of two data-parallel engines, one has had no request since its start
+        "KVConnectTierDown",
+        {
+            'tier_available{tier="disk",engine="0"}': "1x9 0x20 1x20",
+            'lookups_total{engine="0"}': "0+60x60",
+            'tier_available{tier="disk",engine="1"}': "0x60",
+            'lookups_total{engine="1"}': "0x60",
+        },
+        fires=20,
+        ends=35,
+    ),
     Case("KVConnectTierFails", {'store_failed_blocks_total{outcome="corrupt"}': BURST}, 20, 40),
     Case(
         "KVConnectDiskNearCapacity",
@@ -128,6 +139,16 @@ CASES = (
         {'ledger_held_blocks{owner="send"}': "4x60", "running": "1x9 0x30 1x20"},
         fires=30,
         ends=45,
+    ),
+    Case(  # blocks moved before
+        "KVConnectLedgerDrift",
+        {
+            'ledger_held_blocks{owner="send"}': "4x90",
+            "running": "1x9 0x50 1x20",
+            'transfer_operations_total{transfer_type="SEND"}': "0+100x9 900x90",
+        },
+        fires=50,
+        ends=65,
     ),
     Case(
         "KVConnectHitRateCollapse",
@@ -192,6 +213,26 @@ CASES = (
     Case("KVConnectRouterQueue", {"kvconnect_router_queue": "0x9 5x20 0x20"}, 25, 35),
 )
 
+WELL = (
+    Case(  # a succession of leases, of prefills that are over before the next scrape
+        "",
+        {
+            'ledger_held_blocks{owner="send"}': "4x60",
+            "running": "0x60",
+            'transfer_operations_total{transfer_type="SEND"}': "0+100x60",
+        },
+        fires=30,
+        ends=45,
+    ),
+    Case(  # an engine that was started again, and is idle
+        "",
+        {'tier_available{tier="disk"}': "1x9 0x40"},
+        lookups="0+60x9 0x40",
+        fires=20,
+        ends=35,
+    ),
+)
+
 
 def series(name: str, engine: str) -> str:
     """A series' name with the labels that every scrape adds."""
@@ -208,7 +249,7 @@ def series(name: str, engine: str) -> str:
 def group(case: Case, engine: str) -> dict[str, Any]:
     """A test of promtool: the alert's state before, while and after."""
     given = {"lookups_total": case.lookups, **case.series}
-    names = {case.alert, *case.also}
+    names = {case.alert, *case.also} - {""}
     firing = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in sorted(names)]
     states: tuple[tuple[int, list[Any]], ...] = (
         (case.starts, []),
@@ -216,7 +257,7 @@ def group(case: Case, engine: str) -> dict[str, Any]:
         (case.ends, []),
     )
     return {
-        "name": f"{case.alert} of {engine}",
+        "name": f"{case.alert or sorted(case.series)} of {engine}",
         "interval": "1m",
         "input_series": [{"series": series(n, engine), "values": v} for n, v in given.items()],
         "promql_expr_test": [
@@ -254,6 +295,11 @@ def test_every_alert_fires_and_stops(tmp_path: Path) -> None:
     assert len(rules()) >= 12
     assert {case.alert for case in CASES} == {rule["alert"] for rule in rules()}
     assert promtool(ALERTS, tmp_path) == ""
+
+
+@needs_promtool
+def test_what_is_well_fires_nothing(tmp_path: Path) -> None:
+    assert promtool(ALERTS, tmp_path, WELL) == ""
 
 
 @needs_promtool

@@ -184,6 +184,12 @@ def test_a_board_cannot_be_made_with_an_unknown_metric(name: str) -> None:
         promql.router(name)
 
 
+def test_what_ranks_count_alike_is_not_added_up() -> None:
+    of_one = "sum by (tier) (max without (tp_rank, pp_rank, moe_ep_rank) (rate("
+    assert promql.rate(promql.series("hit_tokens"), "tier").startswith(of_one)
+    assert "max" not in promql.rate(promql.series("transfer_bytes"))  # each rank moves its own
+
+
 # The command --------------------------------------------------------------------------------------
 
 

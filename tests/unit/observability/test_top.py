@@ -167,6 +167,20 @@ class TestRates:
         assert one.kind == "sglang"
         assert msgspec.structs.replace(one, kind="vllm") == engine
 
+    def test_what_each_pipeline_stage_counts_alike_is_counted_once(self) -> None:
+        def both(tokens: int, nbytes: int) -> str:
+            return "".join(
+                f'sglang:kvconnect_hit_tokens_total{{pp_rank="{pp}",tier="host"}} {tokens}\n'
+                f'sglang:kvconnect_transfer_bytes_total{{pp_rank="{pp}",transfer_type="SEND"}} '
+                f"{nbytes}\n"
+                for pp in range(2)
+            )
+
+        one = rates.endpoint(looked_at(both(0, 0), 1), looked_at(both(100, 7), 2))
+        host, sent = of(one, "tiers", tier="host"), of(one, "transfers", transfer_type="SEND")
+        assert (host.hit_tokens_total, host.hit_tokens_per_s) == (100, 100)
+        assert (sent.bytes_total, sent.bytes_per_s) == (14, 14)  # each has its own layers
+
     def test_a_router(self) -> None:
         one = rates.endpoint(looked_at(ROUTER % 10, 1.0), looked_at(ROUTER % 40, 4.0))
         assert one.kind == "router"

@@ -381,6 +381,11 @@ def test_a_token_of_a_model_takes_what_its_blocks_take() -> None:
     llama, *_, deepseek = reference.MODELS
     assert reference.token_bytes(llama) == 2 * 32 * 8 * 128 * 2
     assert reference.token_bytes(deepseek) == 61 * (512 + 64) * 2
+    few_heads = next(model for model in reference.MODELS if model.kv_heads == 4)
+    for ranks, each in ((1, (1, 1, 1)), (8, (1, 2, 8)), (16, (2, 4, 16))):
+        models = (llama, few_heads, deepseek)
+        assert tuple(reference.copies(model, ranks) for model in models) == each
+    assert "| 977,906 | 119 | 122,238 |" in reference.sizing()
 
 
 def rows(page: str, heading: str) -> set[str]:
