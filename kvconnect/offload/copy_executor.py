@@ -210,11 +210,13 @@ class CopyExecutor:
                 return bool(self._landed or self._schedule.next(self._clock()))
             return bool(self._landed) or self._state is _State.CLOSED
 
+        def is_limited() -> bool:
+            return self._state is _State.RUNNING and self._schedule.delay(self._clock()) is not None
+
         with self._wake:
-            while not is_work():
-                runs = self._state is _State.RUNNING
-                # Anew each time: a store may have been queued within the rate limit.
-                self._wake.wait(self._schedule.delay(self._clock()) if runs else None)
+            # The limit may begin to count while this waits: a store is queued within it.
+            self._wake.wait_for(lambda: is_work() or is_limited())
+            self._wake.wait_for(is_work, self._schedule.delay(self._clock()))
             return self._state is not _State.CLOSED
 
     def _launch_next(self) -> bool:

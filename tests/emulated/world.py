@@ -237,8 +237,6 @@ class Lock:
 class Condition(Lock):
     """``threading.Condition`` with a lock of its own."""
 
-    _notes = 0
-
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         self._world.pause()
         if timeout == 0 or predicate():
@@ -252,12 +250,7 @@ class Condition(Lock):
             self._owner, self._depth = self._world.current, depth
         return predicate()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        before = self._notes
-        return bool(self.wait_for(lambda: self._notes != before, timeout))
-
-    def notify(self, n: int = 1) -> None:
-        self._notes += n
+    def notify(self, n: int = 1) -> None: ...
 
     notify_all = notify
 
