@@ -56,9 +56,9 @@ def decision_us(engines: int, rounds: int) -> float:
         engine.loads.report(engine.loads.ask(now), {0: 0.0})
 
     def decide(turn: int) -> None:
-        found = choose(
-            fleet.view(), RoutedRequest(turn, TOKENS, "model"), FailedTargets(), options.rules
-        )
+        view = fleet.view(timed=False)  # as a decision that does not depend on times asks for it
+        request = RoutedRequest(turn, TOKENS, "model")
+        found = choose(view, request, FailedTargets(), options.rules)
         assert found is not None and found.prefill is not None, "all engines are up"
         for role, chosen in ((Role.PREFILL, found.prefill), (Role.DECODE, found.decode)):
             engine = fleet.get(role, chosen.target.engine)
