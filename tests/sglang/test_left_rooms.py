@@ -39,8 +39,10 @@ def test_ranks_free_the_same_pages_although_one_has_left_the_room() -> None:
             with push.entering(scheduler, request):
                 pass  # the tree has none of the first chunk's pages
             request.kv.cache_protected_len, request.extend_end = 2 * TOKENS, 4 * TOKENS
+        # The second rank first: as soon as the reader hears of the failure, it leaves that one, too.
+        other = sender(managers[1], ROOM)
         managers[0].fail(ROOM, "the reader has left")
-        others = [sender(manager, ROOM) for manager in managers]
+        others = [sender(managers[0], ROOM), other]
         assert [other.owns_room for other in others] == [True, False]
         for push, scheduler, request in ranks:
             push.begin(scheduler, batch_of(request))
