@@ -39,7 +39,7 @@ def test_ranks_free_the_same_pages_although_one_has_left_the_room() -> None:
             with push.entering(scheduler, request):
                 pass  # the tree has none of the first chunk's pages
             request.kv.cache_protected_len, request.extend_end = 2 * TOKENS, 4 * TOKENS
-        # The second rank first: as soon as the reader hears of the failure, it leaves that one, too.
+        # The second rank first: a reader that hears of the failure leaves that one, too.
         other = sender(managers[1], ROOM)
         managers[0].fail(ROOM, "the reader has left")
         others = [sender(managers[0], ROOM), other]
