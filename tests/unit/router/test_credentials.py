@@ -38,6 +38,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changed_files, "LOOK_S", 0.0)
 
 
+def _old_key(folder: Path) -> tuple[Path, Listening]:
+    """Return a file with the former key, and a router's settings as read from it."""
+    file = folder / "keys"
+    file.write_text(OLD)
+    return file, Listening(api_keys=read_api_keys(str(file)), api_key_file=str(file))
+
+
 async def serves(router: Bench, key: str) -> bool:
     status = (await router.post(ASK, headers={"Authorization": f"Bearer {key}"})).status
     assert status in (200, 401)
@@ -49,9 +56,7 @@ async def test_clients_keys_are_read_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    file = tmp_path / "keys"
-    file.write_text(OLD)
-    at = Listening(api_keys=read_api_keys(str(file)), api_key_file=str(file))
+    file, at = _old_key(tmp_path)
     p, d = FakeEngine(prefills), FakeEngine(decodes)
     async with bench([p], [d], listening=at) as router:
         assert await serves(router, OLD) and not await serves(router, NEW)
@@ -74,9 +79,7 @@ async def test_keys_that_changed_before_the_router_watched_them_are_taken(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    file = tmp_path / "keys"
-    file.write_text(OLD)
-    at = Listening(api_keys=read_api_keys(str(file)), api_key_file=str(file))
+    file, at = _old_key(tmp_path)
     file.write_text(NEW)
     async with bench([FakeEngine(prefills)], [FakeEngine(decodes)], listening=at) as router:
         await until(lambda: serves(router, NEW))
