@@ -60,6 +60,7 @@ from benchmarks.serve.load import PEERS, SGLANG, LoadFailed
 from benchmarks.serve.parts import Replay
 from benchmarks.serve.sglang_servers import DEVICE_TOKENS, HOST_RATIO, CpuServer
 from benchmarks.serve.trace import Request, read, sample, scaled
+from benchmarks.serve.workloads import failed
 from benchmarks.settings import chosen
 from tests.engines import pd
 from tests.engines.models import model_dir
@@ -292,7 +293,7 @@ def measure(names: Sequence[str], requests: list[Request], rounds: int) -> dict[
         for number in range(rounds):
             for name in list(names)[:: -1 if number % 2 else 1]:
                 with started(name) as fleet:
-                    saved = replay.ask(fleet)
+                    saved = replay.ask(fleet, whole=False)
                 found[name].append(saved)
                 shown = ", ".join(f"{key} {saved[FIGURES[key]]:.1f}" for key in FIGURES)
                 progress(f"round {number + 1} of {rounds}, {name}: {shown}")
@@ -308,7 +309,7 @@ def figures(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float
             values = [one[theirs] for one in saved]
             result[f"{key}_{name}"] = statistics.median(values)
             result[f"{key}_{name}_low"], result[f"{key}_{name}_high"] = min(values), max(values)
-        result[f"failed_{name}"] = sum(sum(map(bool, one["errors"])) for one in saved)
+        result[f"failed_{name}"] = sum(map(failed, saved))
         ours = found.get(FLEETS[name].ours, ())
         for key in COMPARED if ours else ():
             ratios = [a[FIGURES[key]] / b[FIGURES[key]] for a, b in zip(ours, saved, strict=True)]
