@@ -92,14 +92,14 @@ test: $(READY)
 	$(call part,mypy,mypy)
 ifeq ($(PYTEST_ARGS),)
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=line \
-	  test-engines setup-sglang $(UNITS) test-project test-contract test-schedulers test-sglang \
+	  test-engines setup-sglang $(UNITS) test-sglang test-project test-contract test-schedulers \
 	  outside-quick sanitize
 else
 	$(call part,pytest,pytest $(PYTEST_ARGS))
 endif
 
-# The longest part, beside which the others run one after the other: two engines of vLLM at a time
-# would need more than two cores.
+# One of the two longest parts. The other, SGLang's, begins after the units, so that what is short is
+# left for the end, and no core waits: two engines of vLLM at a time would need more than two.
 test-engines: $(READY)
 	$(call part,pytest tests/engines,pytest tests/engines --durations=20 $(RERUN))
 
@@ -130,7 +130,7 @@ test-schedulers: $(READY)
 
 test-sglang: $(SGLANG_READY)
 	$(call part,pytest tests/sglang,scripts/in-netns $(SGLANG_BIN)/python -m pytest tests/sglang \
-	  $(or $(PYTEST_ARGS),$(RERUN)))
+	  $(or $(PYTEST_ARGS),--durations=20 $(RERUN)))
 
 demo: $(DEMO_READY)
 	@.venv-demo/bin/python -m demo.demo

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +10,11 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from kvconnect import threads
+from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.errors import contained
 
 LIMIT_S = 2.0
-PAUSE_S = 30.0  # after a late call: a slow disk holds its caller up now and then, not each time
+LONGEST_PAUSE_S = 30.0
 _IDLE_S = 1.0  # after which the thread ends: an engine at rest has none
 _T = TypeVar("_T")
 
@@ -22,14 +22,15 @@ _T = TypeVar("_T")
 class TimedCalls:
     """Makes calls on a thread, one at a time. For one caller's thread.
 
-    A call that is late is not waited for again: until it has ended, and for :data:`PAUSE_S`, others
-    are refused at once.
+    A call that is late is not waited for again: until it has ended, and for a pause, others are
+    refused at once. A slow disk holds its caller up less and less often: pauses double from one
+    second to :data:`LONGEST_PAUSE_S` while each next call is late, too.
     """
 
     def __init__(self, name: str, limit_s: float = LIMIT_S) -> None:
         """``name``: of the thread. ``limit_s``: of each wait."""
         self._name, self._limit_s = name, limit_s
-        self._pause_ends = -math.inf
+        self._breaker = CircuitBreaker(1, LONGEST_PAUSE_S)
         self._last: Future[Any] | None = None
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()  # of what follows; a thread that ends takes no more calls
@@ -42,7 +43,8 @@ class TimedCalls:
             TimeoutError: it does not end in time, an earlier one did not, or the system has no more
                 threads.
         """
-        if time.monotonic() < self._pause_ends or (self._last and not self._last.done()):
+        waits = self._last is not None and not self._last.done()
+        if waits or not self._breaker.allows(time.monotonic()):
             raise TimeoutError("an earlier call waited long for its disk")
         made = Future[_T]()
 
@@ -57,10 +59,11 @@ class TimedCalls:
         self._last = made
         try:
             return made.result(self._limit_s)
-        except TimeoutError:
-            if not made.done():
-                self._pause_ends = time.monotonic() + PAUSE_S
-            raise
+        finally:
+            if made.done():
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed(time.monotonic())
 
     def _start(self) -> None:
         try:

@@ -104,9 +104,11 @@ class SharedLoads:
         end = min(len(row), (num_tokens - 1) // tokens)  # the engine computes the last token
         is_full = all(each.is_full for each in self._groups)
         for owner, load in self._loads.items():
-            # What a window or a state needs is there at the end of the load only.
-            number = first if is_full else load.numbers[-1]
-            found = first <= number < end and number in load.numbers
+            # What a window or a state needs is there at the end of the load only. Else half of what
+            # the load could bring must be of this prefix: a name tells all blocks before it.
+            last = min(end, load.numbers.stop) - 1
+            number = first + (last - first) // 2 if is_full else load.numbers[-1]
+            found = first <= number < end and (not is_full or first in load.numbers)
             if found and owner != req_id and load.hashes[number] == row[number]:
                 return owner
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from kvconnect.observability.metrics.rates import added
 from kvconnect.router.fleet import reports
 from kvconnect.trial.engine_api import EngineName
 from kvconnect.trial.http_client import HttpClient, TrialFailed
@@ -64,17 +65,21 @@ class Counters:
         return sum(self.series.get(_DEVICE_HITS, {}).values())
 
     def total(self, name: str, **labels: str) -> float:
-        """Return the sum of KVConnect's series ``name`` with these labels."""
-        found = self.series.get(f"{self.engine.value}:kvconnect_{name}", {})
-        return sum(value for key, value in found.items() if labels.items() <= dict(key).items())
+        """Return the sum of KVConnect's series ``name`` with these labels; see :func:`added`."""
+        wanted = labels.items()
+        return added(name, (found for found in self._kvconnect(name) if wanted <= found[0].items()))
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Return KVConnect's series ``name`` added up by a label's values."""
-        found: dict[str, float] = {}
+        """Return KVConnect's series ``name`` added up by a label's values; see :func:`added`."""
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for labels, value in self._kvconnect(name):
+            found.setdefault(labels.get(label, ""), []).append((labels, value))
+        return {kind: added(name, series) for kind, series in found.items()}
+
+    def _kvconnect(self, name: str) -> Iterator[tuple[dict[str, str], float]]:
+        """Yield labels and value of each of KVConnect's series ``name``."""
         for key, value in self.series.get(f"{self.engine.value}:kvconnect_{name}", {}).items():
-            kind = dict(key).get(label, "")
-            found[kind] = found.get(kind, 0.0) + value
-        return found
+            yield dict(key), value
 
 
 @dataclass(frozen=True)

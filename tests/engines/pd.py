@@ -16,7 +16,7 @@ import pytest
 
 from tests.engines.models import BLOCK_SIZE, model_dir
 from tests.engines.scenario import PROMPT
-from tests.engines.server import Answer, Server, kv_transfer
+from tests.engines.server import Answer, Server, kv_transfer, value_in
 
 SEND = {"transfer_type": "SEND"}
 RECV = {"transfer_type": "RECV"}
@@ -129,9 +129,10 @@ def assert_quiet(*servers: Server) -> None:
         deadline = time.monotonic() + 2 * (LEASE_S + DEADLINE_S)
         while server.metric("vllm:kvconnect_ledger_held_blocks") and time.monotonic() < deadline:
             time.sleep(0.1)
+        now = server.scrape()
         for owner in ("store", "load", "send", "recv"):
-            assert server.metric("vllm:kvconnect_ledger_held_blocks", owner=owner) == 0
-        assert server.metric("vllm:kv_cache_usage_perc") == 0
+            assert value_in(now, "vllm:kvconnect_ledger_held_blocks", owner=owner) == 0
+        assert value_in(now, "vllm:kv_cache_usage_perc") == 0
 
 
 @contextmanager

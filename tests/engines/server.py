@@ -75,6 +75,23 @@ def kv_transfer(
     return json.dumps(config)
 
 
+def value_in(scrape: str, name: str, **labels: str) -> float:
+    """Return a series' value in a scrape, summed over engines; KeyError if it is not there."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    # The parser is slow, and a scrape has a thousand lines of others.
+    lines = "\n".join(line for line in scrape.split("\n") if line.startswith(name))
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(lines)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+    if not found:
+        raise KeyError(f"{name}{labels} is not in the scrape")
+    return sum(found)
+
+
 @dataclass
 class Client:
     """Asks whatever serves the OpenAI-compatible API on a port of this machine."""
@@ -158,17 +175,7 @@ class Client:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return one series' value, summed over engines; KeyError if there is no such series."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        found = [
-            sample.value
-            for family in text_string_to_metric_families(self.scrape())
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        ]
-        if not found:
-            raise KeyError(f"{name}{labels} is not in the scrape")
-        return sum(found)
+        return value_in(self.scrape(), name, **labels)
 
     def open(self, path: str, body: dict[str, Any], **headers: str) -> Any:
         """Send a POST request; return the reply as it comes. HTTP errors raise."""

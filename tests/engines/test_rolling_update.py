@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,9 @@ def test_a_rolling_update_loses_no_request(tmp_path: Path, want: list[tuple[int,
             until_up(router, "decode", new[1].url)
             load.advance(6)
             name_engines(file, new[:1], new[1:])
-            for server, role in zip(old, ("prefill", "decode"), strict=True):
-                pause(role)
+            with ThreadPoolExecutor(2) as pool:  # two Deployments roll at the same time
+                list(pool.map(pause, ("prefill", "decode")))
+            for server in old:
                 body = server.body(PROMPTS[0], LONG, stream=True)
                 with server.open("/v1/completions", body) as stream:
                     arriving = events(stream)

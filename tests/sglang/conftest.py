@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import VLLM as VLLM_MODULES
 from tests.fork_server import ForkServer
 from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, side_by_side
 from tests.sglang.scenario import Fleet
 from tests.sglang.server import SglangServer, plugin_path
+from tests.sglang.vllm_server import VLLM, Vllm
 
 _STATUS = pytest.StashKey[int]()
 FAULTY = Path(__file__).with_name("faulty")
@@ -39,6 +41,15 @@ def fork_server() -> Iterator[None]:
     with ForkServer(MODULES, {**os.environ, "OMP_NUM_THREADS": "1"}) as SglangServer.fork_server:
         yield
     SglangServer.fork_server = None
+
+
+@pytest.fixture(scope="session")
+def vllm_fork_server() -> Iterator[None]:
+    """Fork vLLM's servers from a process that has imported vLLM, by that environment's Python."""
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
+    with ForkServer(VLLM_MODULES, environment, str(VLLM)) as Vllm.fork_server:
+        yield
+    Vllm.fork_server = None
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from tests.engines.models import BLOCK_SIZE, prompt_tokens
-from tests.engines.server import kv_transfer
+from tests.engines.models import BLOCK_SIZE, model_dir, prompt_tokens
+from tests.engines.server import Process, kv_transfer
 from tests.servers import free_port
 from tests.sglang.peer_servers import peers, sglang
 from tests.sglang.scenario import NEW, settled
@@ -52,16 +54,20 @@ def kept(running: SglangServer, blocks: int) -> bool:
     return settled(there, True)
 
 
-def reaches_a_peer(running: SglangServer) -> bool:
+def reaches_a_peer(running: SglangServer | Vllm) -> bool:
     """Wait until an engine has a peer to ask: one that starts later is tried again, with pauses."""
+    kind = "vllm" if isinstance(running, Vllm) else "sglang"
     deadline = time.monotonic() + CONNECTED_S
-    while not running.metric("sglang:kvconnect_tier_available", tier="peer"):
+    while not running.metric(f"{kind}:kvconnect_tier_available", tier="peer"):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
+        if isinstance(running, Vllm):
+            running.complete([5] * 8, 1)  # an engine at rest tells no news
     return True
 
 
+@pytest.mark.usefixtures("vllm_fork_server")
 @pytest.mark.skipif(not VLLM.exists(), reason="vLLM's environment is not here: make setup")
 @pytest.mark.parametrize("pages", [1, 2])
 def test_each_engine_reads_what_the_other_has(pages: int) -> None:
@@ -73,7 +79,13 @@ def test_each_engine_reads_what_the_other_has(pages: int) -> None:
     shared = {**peers(second, str(first)), "page_tokens": BLOCK_SIZE}
     size = ("--block-size", str(pages * BLOCK_SIZE))
     of_vllm = kv_transfer(**settings, cache_peers=shared)
-    with sglang(peers(first, str(second))) as one, Vllm("llama", of_vllm, args=size) as other:
+    one, other = sglang(peers(first, str(second))), Vllm("llama", of_vllm, args=size)
+    model_dir("llama")  # once, not by both
+    engines: tuple[Process, ...] = (one, other)
+    with ExitStack() as ends:
+        with ThreadPoolExecutor(len(engines)) as pool:
+            list(pool.map(ends.enter_context, engines))
+        assert reaches_a_peer(other)
         computed = [ask(one, prompt)[0] for prompt in ours]
         assert kept(one, sum(map(full, ours)) // BLOCK_SIZE)
         for prompt, want in zip(ours, computed, strict=True):

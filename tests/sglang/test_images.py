@@ -31,6 +31,7 @@ CHAT_TEMPLATE = (
 QUESTION = "What do you see in this picture? " * 8
 NEW = 12  # tokens of an answer
 TIMES = 4  # each question, so that it reaches both servers
+Trio = tuple[SglangServer, SglangServer, SglangServer]
 
 
 def write_model(folder: Path) -> str:
@@ -120,11 +121,12 @@ def test_a_tenants_images_are_its_own_whatever_others_name(model: str, tmp_path:
 
 
 @pytest.fixture(scope="module")
-def pair(model: str) -> Iterator[tuple[SglangServer, SglangServer]]:
+def trio(model: str) -> Iterator[Trio]:
     args = ("--model-path", model)
     p, d = prefill_server(texts=True, args=args), decode_server(texts=True, args=args)
-    with side_by_side(p, d):
-        yield p, d
+    single = SglangServer(texts=True, args=args)
+    with side_by_side(p, d, single):
+        yield p, d, single
 
 
 def hand_off(p: SglangServer, d: SglangServer, prefills: int, decodes: int) -> tuple[int, ...]:
@@ -140,17 +142,16 @@ def hand_off(p: SglangServer, d: SglangServer, prefills: int, decodes: int) -> t
                 failed.close()
 
 
-def test_images_are_handed_off(pair: tuple[SglangServer, SglangServer], model: str) -> None:
-    p, d = pair
-    with SglangServer(texts=True, args=("--model-path", model)) as single:
-        right = [see(single, number) for number in range(3)]
+def test_images_are_handed_off(trio: Trio) -> None:
+    p, d, single = trio
+    right = [see(single, number) for number in range(3)]
     assert len({*right}) == len(right)
     assert [hand_off(p, d, number, number) for number in range(3)] == right
     until(lambda: moved_bytes(d, "RECV") > 0, "decode has received pages")
 
 
-def test_another_image_is_refused_before_it_counts(pair: tuple[SglangServer, SglangServer]) -> None:
-    p, d = pair
+def test_another_image_is_refused_before_it_counts(trio: Trio) -> None:
+    p, d, _ = trio
     with pytest.raises(urllib.error.HTTPError) as refused:
         hand_off(p, d, prefills=4, decodes=5)
     with refused.value as error:

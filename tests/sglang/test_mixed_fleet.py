@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,6 @@ from benchmarks.serve.__main__ import TRACE
 from benchmarks.serve.trace import prompt_of, read, scaled
 from tests.engines.models import model_dir
 from tests.engines.server import Client, Process, Router, kv_transfer
-from tests.fork_server import VLLM as VLLM_MODULES
-from tests.fork_server import ForkServer
 from tests.servers import free_port
 from tests.sglang.peer_servers import peers, sglang
 from tests.sglang.server import SglangServer
@@ -69,7 +66,7 @@ def _tokens(told: dict[str, list[dict[str, list[int]]]]) -> tuple[int, ...]:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
+def fleet(vllm_fork_server: None) -> Iterator[Fleet]:
     model_dir("llama")
     ports = [free_port() for _ in range(5)]
     vllm = {"host_bytes": "32MiB", "load_when": "always", "listen": "off", "wait_s": 30.0}
@@ -82,10 +79,6 @@ def fleet() -> Iterator[Fleet]:
             engines.append(sglang(shared, texts=True))
     args = ("--unified", "--decode-policy", "random", "--receipts")
     with ExitStack() as ends:
-        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
-        forking = ForkServer(VLLM_MODULES, environment, str(VLLM))
-        Vllm.fork_server = ends.enter_context(forking)
-        ends.callback(setattr, Vllm, "fork_server", None)
         with ThreadPoolExecutor(len(engines)) as pool:
             list(pool.map(ends.enter_context, engines))
         yield Fleet(ends.enter_context(Router([], engines, args)), engines)

@@ -21,6 +21,15 @@ SLOTS = 3  # requests that decode runs at a time
 LONG = 200
 
 
+class Started(NamedTuple):
+    """Both prefill servers push to the one decode server."""
+
+    layers: SglangServer
+    chunks: SglangServer
+    d: SglangServer
+    single: SglangServer
+
+
 class Servers(NamedTuple):
     p: SglangServer
     d: SglangServer
@@ -28,13 +37,20 @@ class Servers(NamedTuple):
     router: GenerateRouter
 
 
-@pytest.fixture(scope="module", params=["layers", "chunks"])
-def servers(request: pytest.FixtureRequest) -> Iterator[Servers]:
-    p = prefill_server(env=LAYERWISE if request.param == "layers" else {})
+@pytest.fixture(scope="module")
+def started() -> Iterator[Started]:
+    layers, chunks = prefill_server(env=LAYERWISE), prefill_server()
     d = decode_server(args=(RADIX, "--max-running-requests", str(SLOTS)))
     single = SglangServer()
-    with side_by_side(p, d, single), GenerateRouter([p], [d]) as router:
-        yield Servers(p, d, single, router)
+    with side_by_side(layers, chunks, d, single):
+        yield Started(layers, chunks, d, single)
+
+
+@pytest.fixture(scope="module", params=["layers", "chunks"])
+def servers(started: Started, request: pytest.FixtureRequest) -> Iterator[Servers]:
+    p, d = getattr(started, request.param), started.d
+    with GenerateRouter([p], [d]) as router:
+        yield Servers(p, d, started.single, router)
 
 
 def samples(client: GenerateClient, prompt: list[int], n: int, **meeting: Any) -> list[Any]:

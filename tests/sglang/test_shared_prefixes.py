@@ -18,8 +18,8 @@ import pytest
 from tests.engines.models import prompt_tokens
 from tests.engines.server import Answer
 from tests.sglang.conftest import FAULTY
-from tests.sglang.pd import LAYERWISE, ask, decode_server, prefill_server, side_by_side
-from tests.sglang.scenario import NEW, assert_quiet, tokens
+from tests.sglang.pd import LAYERWISE, ask, prefill_server
+from tests.sglang.scenario import NEW, Fleet, assert_quiet, tokens
 from tests.sglang.server import PAGE, SglangServer, plugin_path
 
 POOL = 64  # pages of the prefill server
@@ -37,12 +37,10 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(held: Path) -> Iterator[Trio]:
+def servers(held: Path, fleet: Fleet) -> Iterator[Trio]:
     env = {**plugin_path(FAULTY), **LAYERWISE, "KVCONNECT_HELD": str(held)}
-    p = prefill_server(env=env, tokens=POOL * PAGE, chunk=32 * PAGE)
-    d, single = decode_server(), SglangServer()
-    with side_by_side(p, d, single):
-        yield p, d, single
+    with prefill_server(env=env, tokens=POOL * PAGE, chunk=32 * PAGE) as p:
+        yield p, fleet.tcp, fleet.single
 
 
 def waiting(p: SglangServer) -> int:

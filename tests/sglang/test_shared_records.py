@@ -27,6 +27,7 @@ def full_blocks(asked: Sequence[Sequence[int]]) -> int:
     return sum(len(prompt) // BLOCK_SIZE for prompt in asked)
 
 
+@pytest.mark.usefixtures("vllm_fork_server")
 @pytest.mark.skipif(not VLLM.exists(), reason="vLLM's environment is not here: make setup")
 def test_each_engine_loads_what_the_other_computed(valkey: Valkey) -> None:
     ours, theirs = prompts(220_000), prompts(330_000)

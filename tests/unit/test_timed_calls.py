@@ -38,10 +38,32 @@ def test_a_late_call_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None
     call._last.result()  # type: ignore[union-attr]
     with pytest.raises(TimeoutError, match="an earlier call"):
         call(lambda: asked.append(1))
-    now = time.monotonic() + timed_calls.PAUSE_S
+    now = time.monotonic() + 1.0
     monkeypatch.setattr(timed_calls.time, "monotonic", lambda: now)
     assert call(lambda: 7) == 7
     assert not asked, "what was refused is not done later"
+
+
+def test_pauses_grow_while_calls_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: after a call in time, the next pause is the first one again."""
+    call, now = TimedCalls("test", SHORT_S), time.monotonic()
+    monkeypatch.setattr(timed_calls.time, "monotonic", lambda: now)
+
+    def late() -> int:
+        """Make a late call, and go on until another one is made; return the seconds."""
+        nonlocal now
+        go_on, began = threading.Event(), now
+        with pytest.raises(TimeoutError):
+            call(go_on.wait)
+        go_on.set()
+        call._last.result()  # type: ignore[union-attr]
+        while not call._breaker.allows(now):
+            now += 1.0
+        return round(now - began)
+
+    assert [late() for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
+    assert call(lambda: 7) == 7
+    assert late() == 1
 
 
 def test_without_a_thread_no_call_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 import threading
+import time
 from array import array
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvconnect.bounded import remember
 from kvconnect.cache.model_identity import adapter_name
@@ -16,8 +17,16 @@ from kvconnect.protocol.prompts import PromptIdentity, identify
 from kvconnect.timed_calls import TimedCalls
 
 _MOST_ADAPTERS = 4096  # whose digests are kept; others are made again
+_LOOK_AGAIN_S = 30.0  # after which files that could not be read may be there
 # SGLang appends the size of an elastic expert-parallel engine to a request's extra key.
 _OF_THIS_ENGINE = re.compile(r"\|?elastic_ep_size=\d+")
+
+
+class _ReadAdapter(NamedTuple):
+    """What was read of an adapter's files: their digest, "" if that failed; ``at``: when."""
+
+    digest: str
+    at: float
 
 
 class AdapterContents:
@@ -26,7 +35,7 @@ class AdapterContents:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._digests: dict[str, str] = {}  # of adapters whose files were read
+        self._known: dict[str, _ReadAdapter] = {}
         self._call = TimedCalls("kvconnect-adapters")
 
     def identify(self, lora_id: str, loaded: Any) -> tuple[str, str]:
@@ -37,8 +46,10 @@ class AdapterContents:
         if loaded is None:
             return "", secrets.token_hex(16)
         with self._lock:
-            digest = self._digests.get(lora_id)
-        if digest is None:
+            known = self._known.get(lora_id)
+        digest = known.digest if known else ""
+        again = known is None or time.monotonic() - known.at >= _LOOK_AGAIN_S
+        if not digest and again:
             with suppress(TimeoutError):
                 digest = self._call(partial(self._read, lora_id, str(loaded.lora_path)))
         return str(loaded.lora_name), digest or secrets.token_hex(16)
@@ -46,11 +57,11 @@ class AdapterContents:
     def _read(self, lora_id: str, path: str) -> str:
         """Return the digest of an adapter's files, "" if they cannot be read now. It is remembered
         also if nobody waits for it any more: a later request must not wait as long again."""
-        found = adapter_name(path)
-        if found:
-            with self._lock:
-                remember(self._digests, lora_id, found, _MOST_ADAPTERS)
-        return found
+        digest = adapter_name(path)
+        found = _ReadAdapter(digest, time.monotonic())
+        with self._lock:
+            remember(self._known, lora_id, found, _MOST_ADAPTERS)
+        return digest
 
 
 def prompt_identity(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 MOST_ADAPTERS = 65536  # observed at once; more are not trusted, and use no more memory
 MOST_DIGESTS = 4096  # remembered; others are made again
+UNCHANGED_S = 3600.0
+"""Age of an adapter's files when its first request came, from which on a later look still tells
+what the engine loaded. It is long, since the disk may have another clock."""
 
 
 class _File(NamedTuple):
@@ -54,6 +58,19 @@ class _Adapter:
     trusted: bool
 
 
+class _Named(NamedTuple):
+    """An adapter whose first request came while its files could not be looked at; ``at``: seconds
+    since 1970."""
+
+    loaded: tuple[int, bool]
+    at: float
+
+    def allows(self, loaded: tuple[int, bool], files: tuple[_File, ...]) -> bool:
+        """Whether files that are seen now are those that the engine loaded."""
+        latest_ns = (self.at - UNCHANGED_S) * 1e9
+        return loaded == self.loaded and all(file.changed_ns < latest_ns for file in files)
+
+
 class Adapters:
     """The adapters that requests named since the last :meth:`reset`, by (name, path). Owned by the
     scheduler's thread.
@@ -70,6 +87,7 @@ class Adapters:
     def __init__(self, settings: PromptSettings = DEFAULTS) -> None:
         self.settings = settings
         self._known: dict[tuple[str, str], _Adapter] = {}
+        self._late: dict[tuple[str, str], _Named] = {}  # those whose files were not seen in time
         self._checked: dict[tuple[str, str], bool] = {}  # in this step: known to be the same
         self._contents: dict[str, tuple[tuple[_File, ...], str]] = {}  # by path
         self._call = TimedCalls("kvconnect-adapters")
@@ -81,20 +99,14 @@ class Adapters:
     def reset(self) -> None:
         """Forget all adapters: no KV of theirs is stored any more."""
         self._known.clear()
+        self._late.clear()
         self._checked.clear()
 
     def trusted(self, lora: LoRARequest) -> bool:
         """Return whether all KV of this adapter is of the weights that it has now."""
         name = lora.lora_name, lora.lora_path
-        known = self._known.get(name)
-        if known is None:
-            if len(self._known) >= MOST_ADAPTERS:
-                return False
-            loaded, trusted = (lora.lora_int_id, lora.load_inplace), bool(self.contents(lora))
-            files = self._contents[lora.lora_path][0] if trusted else ()
-            known = self._known[name] = _Adapter(loaded, files, trusted)
-            self._checked[name] = trusted
-        if not known.trusted:
+        known = self._known.get(name) or self._first_look(name, lora)
+        if known is None or not known.trusted:
             return False
         if known.loaded != (lora.lora_int_id, lora.load_inplace):
             known.trusted = False
@@ -108,6 +120,30 @@ class Adapters:
             logger.warning(text, lora.lora_name, lora.lora_path)
         return known.trusted and self._checked[name]
 
+    def _first_look(self, name: tuple[str, str], lora: LoRARequest) -> _Adapter | None:
+        """Look at an adapter that is not known yet; None: its files cannot be looked at now."""
+        late = self._late.get(name)
+        if name in self._checked or (not late and self._is_full()):
+            return None
+        loaded = lora.lora_int_id, lora.load_inplace
+        try:
+            files, contents = self._look(lora.lora_path)
+        except TimeoutError:
+            self._late.setdefault(name, _Named(loaded, time.time()))
+            self._checked[name] = False
+            return None
+        self._late.pop(name, None)
+        trusted = bool(contents) and (late is None or late.allows(loaded, files))
+        if contents and not trusted:
+            text = "the files of adapter %s of %s were seen too late: its KV is not reused"
+            logger.warning(text, *name)
+        self._known[name] = _Adapter(loaded, files, trusted)
+        self._checked[name] = trusted
+        return self._known[name]
+
+    def _is_full(self) -> bool:
+        return len(self._known) + len(self._late) >= MOST_ADAPTERS
+
     def scope(self, lora: LoRARequest) -> bytes:
         """Return what separates an adapter's blocks from those of others in secondary tiers. All
         engines agree on it; for an adapter that is not trusted, or whose files cannot be read now,
@@ -119,15 +155,19 @@ class Adapters:
         """Return a digest of an adapter's weights and configuration files as they are now; empty if
         they cannot be read, or not soon. May block for tens of milliseconds when the files have
         changed."""
-        path = lora.lora_path
         try:
-            files, known = self._files(path), self._contents.get(path)
-            if known is None or known[0] != files:
-                known = files, self._call(partial(adapter_name, path))
+            return self._look(lora.lora_path)[1]
         except TimeoutError:
             return ""
+
+    def _look(self, path: str) -> tuple[tuple[_File, ...], str]:
+        """Return files and contents of an adapter. Raises :class:`TimeoutError` if they are not
+        known soon."""
+        files, known = self._files(path), self._contents.get(path)
+        if known is None or known[0] != files:
+            known = files, self._call(partial(adapter_name, path))
         remember(self._contents, path, known, MOST_DIGESTS)
-        return known[1]
+        return known
 
     def _files(self, path: str) -> tuple[_File, ...]:
         """Return the files of an adapter; empty if they cannot be read. Raises

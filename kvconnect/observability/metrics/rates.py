@@ -192,7 +192,7 @@ class _ScrapePair:
         return list(dict.fromkeys(found.get(label, "") for found, _ in self.series(name)))
 
     def total(self, name: str, **labels: str) -> float:
-        return _added(name, self.series(name, **labels))
+        return added(name, self.series(name, **labels))
 
     def highest(self, name: str) -> float:
         return max((value for _, value in self.series(name)), default=0.0)
@@ -206,7 +206,7 @@ class _ScrapePair:
         for named, value in self.series(name, **labels):
             old = then.get(frozenset(named.items()), 0.0)
             risen.append((named, value if value < old else value - old))
-        return _added(name, risen)
+        return added(name, risen)
 
     def rate(self, name: str, **labels: str) -> float | None:
         return over(self.rise(name, **labels), self.seconds)
@@ -219,7 +219,7 @@ class _ScrapePair:
         }
 
 
-def _added(name: str, found: Iterable[tuple[Mapping[str, str], float]]) -> float:
+def added(name: str, found: Iterable[tuple[Mapping[str, str], float]]) -> float:
     """Return the sum of a metric's series; of ranks that count alike, the largest."""
     if name not in ALIKE:
         return sum(value for _, value in found)

@@ -131,7 +131,8 @@ class NixlWorker:
         self._checks.clear()
         agent.close()
         offer = None if self._retired else self._restart(reason)
-        self._report_lost(offer, f"its NIXL agent was replaced: {reason}")
+        what = "ended" if offer is None else "was replaced"
+        self._report_lost(offer, f"its NIXL agent {what}: {reason}")
 
     def _restart(self, reason: str) -> NixlOffer | None:
         """Start a new agent and return its offer, None if it does not start."""

@@ -162,13 +162,32 @@ def test_a_disk_that_hangs_holds_up_one_request(
     assert len(looks) == 1, "what came late is known"
 
 
-def test_an_adapter_that_could_not_be_read_is_read_for_a_later_request(tmp_path: Path) -> None:
+def test_an_adapter_that_could_not_be_read_is_read_again_30_seconds_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each request would wait for its disk."""
     folder = tmp_path / "a"
     server, contents = scheduler(aa=folder), AdapterContents()
     loaded = server.tp_worker.model_runner.lora_manager.lora_refs["aa"]
-    assert contents.identify("aa", loaded) != contents.identify("aa", loaded)
+    now, looks, real = 1000.0, list[str](), prompts.adapter_name
+
+    def read(path: str) -> str:
+        looks.append(path)
+        return real(path)
+
+    monkeypatch.setattr(prompts, "adapter_name", read)
+    monkeypatch.setattr(prompts, "time", SimpleNamespace(monotonic=lambda: now))
+    found = {contents.identify("aa", loaded) for _ in range(3)}
+    assert (len(found), len(looks)) == (3, 1)
+    now += 30.0
+    found |= {contents.identify("aa", loaded) for _ in range(3)}
+    assert (len(found), len(looks)) == (6, 2)
     adapter(folder, b"weights")
+    now += 29.0
+    assert contents.identify("aa", loaded) != contents.identify("aa", loaded)
+    now += 1.0
     assert contents.identify("aa", loaded) == contents.identify("aa", loaded)
+    assert len(looks) == 3
 
 
 def test_adapters_that_a_server_does_not_have_are_never_equal() -> None:

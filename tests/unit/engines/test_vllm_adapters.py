@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvconnect import timed_calls
+from kvconnect.circuit_breaker import CircuitBreaker
 from kvconnect.engines.vllm import adapters
-from kvconnect.engines.vllm.adapters import Adapters
+from kvconnect.engines.vllm.adapters import UNCHANGED_S, Adapters
 from kvconnect.errors import Refused
 from kvconnect.timed_calls import TimedCalls
 
@@ -133,7 +135,7 @@ def test_a_disk_that_hangs_holds_up_one_look(
     go_on.set()
     assert seen._call._last is not None
     seen._call._last.result()
-    seen._call._pause_ends = 0.0
+    seen._call._breaker = CircuitBreaker(1)
     seen.reset()
     assert seen.trusted(poet) and seen.contents(poet) == first, "it is back"
 
@@ -145,7 +147,6 @@ def test_a_late_look_at_an_adapter_costs_the_trust_of_its_step_only(
     painter = LoRARequest("painter", 2, str(_copied(poet, tmp_path / "painter")))
     singer = LoRARequest("singer", 3, str(_copied(poet, tmp_path / "singer")))
     seen, go_on, real = Adapters(), threading.Event(), os.scandir
-    monkeypatch.setattr(timed_calls, "PAUSE_S", 0.0)
     seen._call = TimedCalls("test", 30.0)
     assert seen.trusted(poet) and seen.trusted(painter) and seen.trusted(singer)
 
@@ -166,8 +167,46 @@ def test_a_late_look_at_an_adapter_costs_the_trust_of_its_step_only(
     seen._call._limit_s = 30.0
     assert not seen.trusted(poet), "files are read once a step"
     seen.next_step()
+    now = time.monotonic() + 1.0
+    monkeypatch.setattr(timed_calls.time, "monotonic", lambda: now)
     assert seen.trusted(poet) and seen.trusted(painter)
     assert not seen.trusted(singer), "its files have changed"
+
+
+@pytest.mark.parametrize("how", ["old", "young", "changed", "loaded again"])
+def test_a_late_first_look_tells_what_was_loaded_long_after_it_was_written(
+    how: str, poet: LoRARequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: the engine may have loaded others, if they are young, or were written meanwhile."""
+    seen, go_on, real = Adapters(), threading.Event(), os.scandir
+    seen._call = TimedCalls("test", 0.05)
+
+    def hung(path: Path) -> object:
+        go_on.wait()
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", hung)
+    now = time.time()
+    then = now + UNCHANGED_S - (60.0 if how == "young" else 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters.time, "time", lambda: then)
+        assert not seen.trusted(poet)
+    go_on.set()
+    assert seen._call._last is not None
+    seen._call._last.result()
+    seen._call = TimedCalls("test", 30.0)
+    assert not seen.trusted(poet), "files are read once a step"
+    seen.next_step()
+    if how == "changed":
+        weights = Path(poet.lora_path) / WEIGHTS
+        while weights.stat().st_ctime <= now:  # its clock is coarse
+            weights.write_bytes(bytes([1] * 100))
+    asked = again(poet, lora_int_id=2) if how == "loaded again" else poet
+    assert seen.trusted(asked) is (how == "old")
+    seen.next_step()
+    assert seen.trusted(asked) is (how == "old"), "until the next reset"
+    seen.reset()
+    assert seen.trusted(asked)
 
 
 def test_without_a_thread_for_a_look_an_adapter_is_trusted_again_later(

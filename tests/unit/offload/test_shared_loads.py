@@ -53,6 +53,15 @@ def test_a_request_waits_only_for_what_the_device_will_give_it(
     assert loading().awaits("r2", hashes, local, num_tokens, 0.0) is waits
 
 
+@pytest.mark.parametrize(("same", "waits"), [(1, False), (24, False), (25, True), (50, True)])
+def test_a_request_waits_for_a_load_only_if_half_of_it_is_its_own(same: int, waits: bool) -> None:
+    """Else it would wait for a long prompt's load for the sake of a header."""
+    loads = SharedLoads(FULL, WAIT_S)
+    loads.began("r1", [[b"%d" % number for number in range(100)]], 0, 400)
+    row = [b"%d" % number if number < same else b"x%d" % number for number in range(50)]
+    assert loads.awaits("r2", [row], 0, 201, 0.0) is waits
+
+
 def test_nobody_waits_for_blocks_before_a_load_or_for_its_own() -> None:
     assert not loading(local=8).awaits("r2", HASHES, 4, 20, 0.0)
     assert loading(local=8).awaits("r2", HASHES, 8, 20, 0.0)  # control
