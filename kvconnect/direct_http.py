@@ -1,6 +1,6 @@
 """HTTP requests to servers that an operator named: no proxy of the environment is used, and no
-redirect is followed. Either would get what is sent, such as tokens. Each request ends by its
-deadline, however slowly the server answers."""
+redirect is followed. Either would get what is sent, such as tokens. Each answer ends by its
+deadline, however slowly the server sends it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def answer_of(
     headers: Mapping[str, str] | None = None,
 ) -> Iterator[HTTPResponse]:
     """Yield the answer to a request, of any status. All of it is read within ``seconds``.
+
+    To connect may take ``seconds`` for each address that the host has.
 
     Raises:
         OSError: there is none; ``TimeoutError`` if it has not come in time.

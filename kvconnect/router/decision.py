@@ -37,7 +37,6 @@ from kvconnect.router.requests.fields import Permissions, permitted
 from kvconnect.router.requests.limits import refuse_beyond_limits
 from kvconnect.router.requests.logprobs import (
     needs_own_prompt,
-    refuse_unsafe,
     wants_prompt_logprobs,
     with_prompt_logprobs,
 )
@@ -251,10 +250,8 @@ class Legs:
         self._request, self._engines = request, engines
         kind, api = engines.decode.kind, request.api
         body, self.dropped = permitted(kind, api.path, request.body, request.permissions)
-        refuse_beyond_limits(kind, api.path, body, request.permissions.named)
-        bootstraps = choice.mode is Mode.BOOTSTRAP
-        if kind is EngineKind.SGLANG:
-            refuse_unsafe(api.path, body, handed_over=bootstraps)
+        bootstraps, named = choice.mode is Mode.BOOTSTRAP, request.permissions.named
+        refuse_beyond_limits(kind, api.path, body, named, handed_over=bootstraps)
         if kind is EngineKind.SGLANG and api.sglang_id:
             # Another id each time: the server may not yet have noticed the end of an attempt.
             made = new_id()

@@ -18,6 +18,13 @@ from tests.sglang.server import SglangServer
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 TURN = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 PROMPT = {"prompt": "a", "max_tokens": 4, "top_p": 0.9}
+SCORE = "/v1/score"
+LABELS: dict[str, Any] = {"label_token_ids": [1]}
+OVERRIDES: dict[str, Any] = {
+    "embed_override_token_id": 5,
+    "query_embed_overrides": [[1.0, 2.0]],
+}
+STRICT = {"type": "function", "function": {"name": "x", "parameters": {}, "strict": True}}
 LONG = {"input_ids": list(range(5, 45)), "sampling_params": {"max_new_tokens": 4}}
 
 
@@ -66,6 +73,15 @@ IDS = [
     (COMPLETIONS, {**PROMPT, "stop_token_ids": [10**9], "min_tokens": 2}),
     sampled(stop_token_ids=[-1], min_new_tokens=2),
     generate(return_logprob=True, top_logprobs_num=VOCAB_SIZE + 1),
+    (COMPLETIONS, {**PROMPT, "prompt": [[1], []]}),
+    (COMPLETIONS, {**PROMPT, "prompt": ["a", ""]}),
+    (GENERATE, {"input_ids": [[1], []], "sampling_params": {"max_new_tokens": 4}}),
+    (SCORE, {"query": "", "items": [""], **LABELS}),
+    (SCORE, {"query": "", "items": ["a", ""], **LABELS}),
+    (SCORE, {"query": [], "items": [[]], **LABELS}),
+    (SCORE, {"items": [[1], []], **LABELS}),
+    ("/v1/embeddings", {"input": [[1], []]}),
+    ("/classify", {"input_ids": [[1], []]}),
 ]
 """Requests that a server with KVConnect refuses itself."""
 
@@ -77,8 +93,9 @@ VALUES = [
     generate(return_logprob=True, top_logprobs_num=[5]),
     generate(return_hidden_states=[False]),
     generate(return_hidden_states=[]),
-    (COMPLETIONS, {**PROMPT, "prompt": [[1], []]}),
-    (COMPLETIONS, {**PROMPT, "prompt": ["a", ""]}),
+    sampled(repetition_penalty=1e-50, top_p=0.9),
+    (CHAT, {**TURN, "tools": [STRICT], "parallel_tool_calls": False, "min_tokens": 4}),
+    (SCORE, {"query": [5], "items": [[7]], **LABELS, **OVERRIDES}),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"5": 1e39}}),
     (COMPLETIONS, {**PROMPT, "logit_bias": {"5": "nan"}}),
     (COMPLETIONS, {**PROMPT, "regex": "a", "temperature": 1e39}),
@@ -91,7 +108,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("path", "body"), IDS)
-def test_a_server_survives_ids_that_its_model_lacks(
+def test_a_server_survives_empty_prompts_and_ids_that_its_model_lacks(
     servers: Servers, path: str, body: dict[str, Any]
 ) -> None:
     for client in (servers.server, servers.router):
@@ -117,6 +134,7 @@ def test_values_and_ids_within_the_bounds_are_answered(servers: Servers) -> None
         generate(text=["a"], return_logprob=[True], logprob_start_len=[0]),
         sampled(regex="[ab]+", skip_special_tokens=False, stream_interval=1),
         (CHAT, {**TURN, "chat_template_kwargs": {"spaces_between_special_tokens": False}}),
+        (SCORE, {"query": [5], "items": [[7], []], **LABELS}),
     ):
         with servers.router.open(path, {"model": "model", **body}) as reply:
             assert reply.status == 200

@@ -17,8 +17,8 @@ from kvconnect.router.http.tenants import Tenant
 from kvconnect.router.requests import body as bodies
 from kvconnect.router.requests.apis import Api
 from kvconnect.router.requests.body import Prompt, PromptPrefix
-from kvconnect.router.requests.limits import refuse_many_prompts
 from kvconnect.router.requests.media import with_own_media
+from kvconnect.router.requests.prompt_limits import refuse_many_prompts
 
 BODY_S = 60.0  # limit for receiving a body: a slow client holds memory
 _LARGE = 128 * 1024  # bytes from which on a body is parsed in the thread

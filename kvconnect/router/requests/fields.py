@@ -14,13 +14,13 @@ from msgspec import Raw
 
 from kvconnect.errors import ConfigError, Refused
 from kvconnect.router.policy.fleet_view import EngineKind
-from kvconnect.router.requests.body import SALT, Body
+from kvconnect.router.requests.body import SALT, Body, raw_of
 from kvconnect.router.requests.json_parts import check_parts
 
 PRIORITY = "priority"
 _SAMPLING_PARAMS = "sampling_params"
 _SHOWN = 64  # characters of a field's name that an error repeats
-_EMPTY = (b"null", b"[]")  # SGLang's own client sends an empty list
+_EMPTY = (b"null", b"[]")  # as if the field were missing; SGLang's own client sends an empty list
 
 
 class Permissions(NamedTuple):
@@ -56,7 +56,7 @@ def permitted(kind: EngineKind, path: str, body: Body, permissions: Permissions)
     if not body.keys() <= passed:
         listed = passed | permissions.named
         others = {name for name in body if name not in listed}
-        kept = {name for name in others if _passes(decisions, name, permissions)}
+        kept = {name for name in others if _passes(decisions, name, body, permissions)}
         dropped = tuple(sorted((others - kept) & decisions.dropped))
         body = {name: value for name, value in body.items() if name in kept or name not in others}
     if decisions is _SGLANG and _SAMPLING_PARAMS in body:
@@ -65,9 +65,9 @@ def permitted(kind: EngineKind, path: str, body: Body, permissions: Permissions)
     return Permitted(body, dropped)
 
 
-def _passes(decisions: Decisions, name: str, permissions: Permissions) -> bool:
+def _passes(decisions: Decisions, name: str, body: Body, permissions: Permissions) -> bool:
     """Return whether a field passes that neither the list of its path nor the operator names."""
-    if name in decisions.own:
+    if name in decisions.own or (name in decisions.refused and raw_of(body, name) in _EMPTY):
         return False
     if name == PRIORITY:
         return permissions.priority
@@ -259,7 +259,7 @@ _SGLANG_TEXT = """
     return_hidden_states return_routed_experts return_spec_tokens_details return_token_ids
     routed_experts_start_len seed skip_special_tokens stop_token_ids stream_options watermark"""
 _SGLANG_MEDIA = "audio_data image_data modalities video_data"
-_SGLANG_EMBEDDING = "dimensions embed_override_token_id embed_overrides lora_path"
+_SGLANG_EMBEDDING = "dimensions lora_path"
 
 _SGLANG = Decisions(
     passed={
@@ -308,9 +308,8 @@ _SGLANG = Decisions(
             "sampling_params text",
         ),
         "/score": _of(
-            "apply_softmax embed_override_token_id item_embed_overrides item_first items",
-            "label_token_ids model query query_embed_overrides return_pooled_hidden_states",
-            "return_token_logprobs score_extraction_token temperature",
+            "apply_softmax item_first items label_token_ids model query",
+            "return_pooled_hidden_states return_token_logprobs score_extraction_token temperature",
         ),
         "/rerank": _of(_COHERE, "documents instruct query return_documents top_n"),
         "/tokenize": _of(
@@ -330,10 +329,12 @@ _SGLANG = Decisions(
         "background kv_hints log_metrics no_logs",
         PRIORITY,
     ),
-    # Code, other clients' sessions, and positions that the server computes itself.
+    # Code, other clients' sessions, and positions that the server computes itself. Vectors that are
+    # not of the model's width end the server.
     refused=_of(
         "custom_logit_processor decision_layout is_cross_encoder_request session_params stop_regex",
         "multi_item_delimiter_indices positional_embed_overrides token_indices_to_pool",
+        "embed_override_token_id embed_overrides item_embed_overrides query_embed_overrides",
     ),
     own=_of(
         "bootstrap_host bootstrap_pair_key bootstrap_port bootstrap_room data_parallel_rank",

@@ -12,11 +12,17 @@ from kvconnect.engines.sglang.token_checks import before_validate
 SIZE = 100
 
 
-def check(*, processor: Any = None, media: bool = False, **fields: Any) -> None:
-    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=SIZE), mm_processor=processor)
+WIDTH = 4
+
+
+def check(
+    prompt: list[int] | None = None, *, processor: Any = None, media: bool = False, **fields: Any
+) -> None:
+    model = SimpleNamespace(vocab_size=SIZE, hidden_size=WIDTH)
+    manager = SimpleNamespace(model_config=model, mm_processor=processor)
     known = {"input_ids": None, "sampling_params": {}, "top_logprobs_num": None}
     request = SimpleNamespace(**{**known, **fields}, contains_mm_input=lambda: media)
-    before_validate(manager, request, [5])
+    before_validate(manager, request, prompt)
 
 
 @pytest.mark.parametrize("ids", [[SIZE], [-1], [1, 2, 10**9, 3], [0, -(2**63)]])
@@ -38,6 +44,39 @@ def test_ids_of_the_vocabulary_pass() -> None:
     request = SimpleNamespace(input_ids=[1], sampling_params={}, contains_mm_input=lambda: False)
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=2), mm_processor=None)
     before_validate(manager, request)  # for an embedding
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    cases: list[dict[str, Any]]
+    cases = [{}, {"input_ids": []}, {"session_params": None}, {"media": True}]
+    for fields in cases:
+        with pytest.raises(ValueError, match="prompt: use one token or more"):
+            check([], **fields)
+    check([5])
+    check([], session_params={"id": "x"})  # whose history is the prompt
+    check([], media=True, processor=object())
+
+
+ROW = [0.5, -1, 0.0, 100.0]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        *([], [[]], [ROW[:3]], [[*ROW, 1.0]], [ROW, ROW[:3]], [[ROW]], ROW, "abcd"),
+        *([[*ROW[:3], odd]] for odd in ("1", None, [1.0], 1e39, 10**400)),
+        *([[float(odd), *ROW[:3]]] for odd in ("inf", "-inf", "nan")),
+    ],
+    ids=str,
+)
+def test_embeddings_that_are_not_of_the_models_width_are_refused(rows: Any) -> None:
+    with pytest.raises(ValueError, match="input_embeds: use one vector or more, each of 4 numbers"):
+        check(input_embeds=rows)
+
+
+def test_embeddings_of_the_models_width_pass() -> None:
+    for rows in (None, [ROW], [ROW, [65_504.0, 0, 0, 0]]):
+        check(input_embeds=rows)
 
 
 def test_more_likely_tokens_than_the_vocabulary_has_are_refused() -> None:

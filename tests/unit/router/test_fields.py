@@ -128,6 +128,29 @@ def test_a_pattern_that_sglang_tries_after_each_token_needs_the_operator(name: s
         assert msgspec.json.encode(found) == nested % (b'{"stop_regex":%b}' % empty)
 
 
+@pytest.mark.parametrize("permissions", [KEYED, Permissions()])
+def test_a_refused_field_without_a_value_is_left_out(permissions: Permissions) -> None:
+    sent = b'{"text":"a","stop_regex":[],"session_params":null,"stop\\u005fregex":[]}'
+    for path, text in (("/generate", {"text"}), ("/v1/responses", {"text"})):
+        found = permitted(EngineKind.SGLANG, path, read_body(sent), permissions)
+        assert (set(found.body), found.dropped) == (text, ())
+
+
+EMBEDS = ("embed_override_token_id", "embed_overrides", "item_embed_overrides")
+
+
+@pytest.mark.parametrize("permissions", [KEYED, Permissions()])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/classify", "/score", "/v1/score"])
+@pytest.mark.parametrize("name", [*EMBEDS, "query_embed_overrides"])
+def test_vectors_that_may_not_be_of_the_models_width_need_the_operator(
+    permissions: Permissions, path: str, name: str
+) -> None:
+    with pytest.raises(Refused, match=f"--pass-field {name}"):
+        kept(EngineKind.SGLANG, path, permissions, model="m", **{name: [[1.0, 2.0]]})
+    named = permissions._replace(named=check_named([name]))
+    assert kept(EngineKind.SGLANG, path, named, model="m", **{name: [[1.0]]}) == {"model", name}
+
+
 def test_priority_passes_with_the_permission_of_the_key() -> None:
     for engine, path in ((EngineKind.VLLM, "/v1/completions"), (EngineKind.SGLANG, "/generate")):
         assert kept(engine, path, KEYED, priority=-9) == set()

@@ -12,7 +12,7 @@ from kvconnect.errors import Refused
 from kvconnect.router.policy.fleet_view import EngineKind
 from kvconnect.router.requests.body import read_body
 from kvconnect.router.requests.fields import Permissions, permitted
-from kvconnect.router.requests.limits import refuse_beyond_limits, refuse_many_prompts
+from kvconnect.router.requests.limits import refuse_beyond_limits
 from tests.fakes.engine import FakeEngine, bench, on_loop, says
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
@@ -20,27 +20,49 @@ PATHS = (COMPLETIONS, CHAT, GENERATE)
 VLLM = tuple(kind for kind in EngineKind if kind is not EngineKind.SGLANG)
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
 TOOL = {"type": "function", "function": {"name": "x"}}
+STRICT = {"type": "function", "function": {"name": "x", "strict": True}}
+TOPS = {
+    GENERATE: "top_logprobs_num",
+    COMPLETIONS: "logprobs",
+    CHAT: "top_logprobs",
+    "/v1/responses": "top_logprobs",
+}
 SPACES = "spaces_between_special_tokens"
 
 
-def refused_as(path: str, sent: bytes, *named: str, kind: EngineKind = EngineKind.SGLANG) -> str:
+def refused_as(
+    path: str,
+    sent: bytes,
+    *named: str,
+    kind: EngineKind = EngineKind.SGLANG,
+    handed_over: bool = False,
+) -> str:
     """Return the field as which a body is refused; empty: it is not."""
     try:
         body = permitted(kind, path, read_body(sent), Permissions()).body
-        refuse_beyond_limits(kind, path, body, named)
+        refuse_beyond_limits(kind, path, body, named, handed_over=handed_over)
     except Refused as refused:
         return refused.field
     return ""
 
 
-def refused(path: str, *named: str, kind: EngineKind = EngineKind.SGLANG, **fields: Any) -> str:
-    return refused_as(path, json.dumps(fields).encode(), *named, kind=kind)
+def refused(
+    path: str,
+    *named: str,
+    kind: EngineKind = EngineKind.SGLANG,
+    handed_over: bool = False,
+    **fields: Any,
+) -> str:
+    sent = json.dumps(fields).encode()
+    return refused_as(path, sent, *named, kind=kind, handed_over=handed_over)
 
 
 BEYOND: list[tuple[str, Any, Any]] = [
     *(("n", many, 128) for many in (129, 10**9, "129", 1e9, -1, 10**400)),
     *(("top_k", many, 2**30) for many in (2**31, str(2**31), 2.0**31, -2)),
     *(("temperature", hot, 100) for hot in (1e39, "1e39", "nan", "inf", 101, -0.1)),
+    *(("repetition_penalty", small, 1e-3) for small in (1e-50, "1e-50", 9e-4, 0, -1, "nan")),
+    ("repetition_penalty", 2.1, 2),
     *(("logit_bias", {"5": bias}, {"5": -1e9}) for bias in (1e39, -2e9, "nan", "1", True)),
     ("stop", "x" * 5000, "x" * 4000),
     ("stop", ["x" * 3000] * 2, ["x" * 100] * 32),
@@ -102,46 +124,18 @@ def test_ids_whose_probabilities_are_asked_for_are_counted_for_each_prompt() -> 
     most = list(range(4096))
     for fine in (most, [most, most], None, [], 5, [[], None]):
         assert refused(GENERATE, token_ids_logprob=fine) == ""
-    for many in ([*most, 1], [most, [*most, 1]], [5] * 70_000):
+    for many in ([*most, 1], [most, [*most, 1]], [[*most, 1], []], [5] * 70_000):
         assert refused(GENERATE, token_ids_logprob=many) == "token_ids_logprob"
+    assert refused(GENERATE, token_ids_logprob=[[5]] * 70_000) == "token_ids_logprob"
 
 
-BY_PROMPT = {
-    "logprob_start_len": [0],
-    "top_logprobs_num": [5],
-    "return_hidden_states": [False],
-    "lora_path": ["known"],
-}
-ONE: list[tuple[str, dict[str, Any]]] = [
-    (GENERATE, {"text": "a"}),
-    (GENERATE, {"input_ids": [1, 2]}),
-    (GENERATE, {"text": None, "input_ids": [1], "prompt": ["x"]}),
-    (GENERATE, {"input_embeds": [[0.5], [0.1]]}),
-    (COMPLETIONS, {"prompt": "a", "text": ["x"]}),
-    (COMPLETIONS, {"prompt": [1], "input_ids": [[1]]}),
-    (CHAT, {"messages": [], "prompt": ["a"]}),
-    ("/v1/embeddings", {"input": "a"}),
-]
-SEVERAL: list[tuple[str, dict[str, Any]]] = [
-    (GENERATE, {"text": ["a"]}),
-    (GENERATE, {"input_ids": [[1]]}),
-    (GENERATE, {"input_embeds": [[[0.5]]]}),
-    (COMPLETIONS, {"prompt": ["a", "b"]}),
-    (COMPLETIONS, {"prompt": [[1]]}),
-    ("/v1/embeddings", {"input": ["a"]}),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), BY_PROMPT.items())
-def test_a_list_is_refused_where_there_is_one_prompt(name: str, value: Any) -> None:
-    for path, prompt in ONE:
-        assert refused(path, **prompt, **{name: value}) == name
-        assert refused(path, name, **prompt, **{name: value}) == ""
-        assert refused(path, **prompt, **{name: None}) == ""
-    spaced = b'{"input_ids": [ %b 1], "%b": [ ]}' % (b" " * 200, name.encode())
-    assert refused_as(GENERATE, spaced) == name
-    for path, prompt in SEVERAL:
-        assert refused(path, **prompt, **{name: value}) == ""
+def test_labels_of_many_items_are_counted_for_each_item() -> None:
+    most = list(range(4096))
+    for fine in (most, [most, most], [list(range(100))] * 1000):
+        assert refused("/v1/score", label_token_ids=fine) == ""
+    for many in ([*most, 1], [[5], [*most, 1]]):
+        assert refused("/v1/score", label_token_ids=many) == "label_token_ids"
+        assert refused("/v1/score", "label_token_ids", label_token_ids=many) == ""
 
 
 @pytest.mark.parametrize(
@@ -150,6 +144,10 @@ def test_a_list_is_refused_where_there_is_one_prompt(name: str, value: Any) -> N
         *({name: "a"} for name in ("regex", "ebnf", "json_schema", "structural_tag")),
         *({"response_format": {"type": kind}} for kind in ("json_object", "json_schema")),
         *({"tool_choice": choice} for choice in ("required", TOOL)),
+        {"tools": [STRICT], "tool_choice": "auto"},
+        {"tools": [STRICT]},
+        {"tools": [TOOL], "parallel_tool_calls": False},
+        {"messages": [{"role": "system", "content": "a", "tools": [STRICT]}]},
     ],
 )
 def test_a_least_number_of_tokens_is_refused_beside_a_grammar(form: dict[str, Any]) -> None:
@@ -171,10 +169,22 @@ def test_a_least_number_of_tokens_is_refused_beside_a_grammar(form: dict[str, An
         {"response_format": None},
         *({"tool_choice": choice} for choice in ("auto", "none", None)),
         {"regex": None, "ebnf": ""},
+        {"tools": [STRICT], "tool_choice": "none"},
+        *({"tools": none, "tool_choice": "auto"} for none in ([], None)),
+        {"messages": [{"role": "user", "content": '"tools" \u00e9'}]},
+        {"messages": [{"role": "system", "content": "tools", "tools": None}]},
     ],
 )
 def test_a_least_number_of_tokens_passes_without_a_grammar(form: dict[str, Any]) -> None:
     assert refused(CHAT, min_tokens=5, **form) == ""
+
+
+def test_tools_of_a_message_are_seen_behind_an_escape() -> None:
+    message = b'{"role": "system", "content": "a", "\\u0074ools": [{}]}'
+    assert refused_as(CHAT, b'{"min_tokens": 1, "messages": [%b]}' % message) == "min_tokens"
+    many = b",".join([message] * 30_000)
+    assert refused_as(CHAT, b'{"min_tokens": 1, "messages": [%b]}' % many) == "messages"
+    assert refused_as(CHAT, b'{"min_tokens": 0, "messages": [%b]}' % many) == ""
 
 
 @pytest.mark.parametrize("value", [1, "x", [], {}])
@@ -188,52 +198,6 @@ def test_a_template_value_that_ends_the_detokenizer_is_refused(value: Any) -> No
         assert refused(CHAT, **{name: fine}) == ""
 
 
-EMPTY = [
-    *((GENERATE, f'{{"text": {text}}}') for text in ('""', '["a", ""]', "[]", '["a,\\"", ""]')),
-    *((GENERATE, f'{{"input_ids": {ids}}}') for ids in ("[ ]", "[[1], [ ]]", "[\n[],[1]]")),
-    (GENERATE, '{"text": null, "input_ids": []}'),
-    *((COMPLETIONS, f'{{"prompt": {each}}}') for each in ('""', "[]", '["a", ""]', '["",\n"a"]')),
-    *((COMPLETIONS, f'{{"prompt": {each}}}') for each in ("[[1],[]]", "[[], [1]]", '["[", ""]')),
-]
-
-
-@pytest.mark.parametrize(("path", "sent"), EMPTY)
-def test_empty_prompts_are_refused(path: str, sent: str) -> None:
-    assert refused_as(path, sent.encode()) == "body"
-    assert refused_as(path, sent.encode(), kind=EngineKind.VLLM) == ""
-    assert refused_as("/v1/embeddings", sent.encode()) == ""
-
-
-TEXTS = ("a", None, 3, '[] ""', ["a, ", ' ""', '[""]', "[]", " "], ["[", "[]"])
-
-
-@pytest.mark.parametrize("prompt", [*TEXTS, [0], [[1], [2]]])
-def test_control_other_prompts_are_left_to_the_engine(prompt: Any) -> None:
-    assert refused(GENERATE, text=prompt) == refused(COMPLETIONS, prompt=prompt) == ""
-    assert refused(GENERATE, input_ids=prompt) == refused(GENERATE) == ""
-
-
-def many(**fields: Any) -> str:
-    try:
-        refuse_many_prompts(read_body(json.dumps(fields).encode()))
-    except Refused as refused:
-        return refused.field
-    return ""
-
-
-@pytest.mark.parametrize("name", ["prompt", "text", "input_ids", "prompt_embeds", "input"])
-@pytest.mark.parametrize("prompt", ["", 'a "quoted\\" \\\\', [1], [1] * 9])
-def test_prompts_are_counted(name: str, prompt: Any) -> None:
-    most = 65_536 if name == "input" else 4096
-    assert many(**{name: [prompt] * most}) == ""
-    assert many(**{name: [prompt] * (most + 1)}) == name
-
-
-@pytest.mark.parametrize("prompt", [[1] * 50_000, '"[,' * 50_000, ['"' * 20_000], [{"a": "b"}], 5])
-def test_long_prompts_are_not_many(prompt: Any) -> None:
-    assert many(prompt=prompt, text=prompt, input_ids=prompt) == ""
-
-
 @pytest.mark.parametrize("kind", VLLM)
 def test_repetitions_that_vllm_looks_for_after_each_token_are_bounded(kind: EngineKind) -> None:
     name = "repetition_detection"
@@ -245,6 +209,58 @@ def test_repetitions_that_vllm_looks_for_after_each_token_are_bounded(kind: Engi
         assert refused(COMPLETIONS, kind=kind, **{name: fine}) == ""
 
 
+@pytest.mark.parametrize("path", TOPS)
+@pytest.mark.parametrize("many", [129, "130", 2e2, [0, 129], 10**400, "inf", "nan"])
+def test_more_likely_tokens_than_a_hand_off_has_room_for_are_refused(path: str, many: Any) -> None:
+    name = TOPS[path]
+    asked: dict[str, Any] = {"text": ["a", "b"], name: many}
+    assert refused(path, handed_over=True, **asked) == name
+    assert refused(path, name, handed_over=True, **asked) == name, "always"
+    assert refused(path, handed_over=True, **{**asked, name: 128}) == ""
+
+
+@pytest.mark.parametrize("path", TOPS)
+def test_a_server_that_computes_its_own_prompts_tells_more_likely_tokens(path: str) -> None:
+    for many, name in ((4096, ""), (4097, TOPS[path])):
+        asked: dict[str, Any] = {TOPS[path]: many}
+        assert refused(path, **asked) == name
+
+
+@pytest.mark.parametrize("odd", [None, "many", -1, [None, [1]], {}, [], True])
+def test_what_is_no_large_number_is_left_to_the_server(odd: Any) -> None:
+    for path, name in TOPS.items():
+        asked: dict[str, Any] = {"text": ["a", "b"], name: odd}
+        assert refused(path, handed_over=True, **asked) == ""
+        assert refused("/v1/embeddings", input=["a"], **asked) == ""
+
+
+def test_a_list_with_too_many_parts_is_refused_before_it_is_decoded() -> None:
+    asked = {"text": ["a"], "top_logprobs_num": [1] * 70_000}
+    with pytest.raises(Refused, match="too many parts: ask about fewer prompts"):
+        body = read_body(json.dumps(asked).encode())
+        refuse_beyond_limits(EngineKind.SGLANG, GENERATE, body, (), handed_over=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("return_routed_experts", True),
+        ("return_indexer_topk", True),
+        ("return_hidden_states", True),
+        ("return_hidden_states", 1),
+        ("return_hidden_states", ["last", True]),
+    ],
+)
+def test_states_of_the_prompt_that_a_hand_off_loses_are_refused(name: str, value: Any) -> None:
+    asked: dict[str, Any] = {"text": ["a", "b"], name: value}
+    body = read_body(json.dumps(asked).encode())
+    with pytest.raises(Refused, match=f"^{name}: .*loses the prompt's"):
+        refuse_beyond_limits(EngineKind.SGLANG, GENERATE, body, (), handed_over=True)
+    assert refused(GENERATE, **asked) == ""
+    for fewer in (False, None, *(("last", ["last", False]) if "hidden" in name else ())):
+        assert refused(GENERATE, handed_over=True, **{**asked, name: fewer}) == ""
+
+
 def test_what_is_no_number_is_left_to_the_server() -> None:
     for odd in (None, "many", {}, [], True):
         for name in ("n", "top_k", "temperature", "min_tokens"):
@@ -254,7 +270,7 @@ def test_what_is_no_number_is_left_to_the_server() -> None:
 def test_a_usual_request_passes() -> None:
     usual: dict[str, Any] = {
         **{"model": "m", "temperature": 0.7, "top_p": 0.9, "top_k": -1, "n": 1, "max_tokens": 99},
-        **{"stop": ["\n\n", "END"], "logit_bias": {"5": -100, "6": 100}, "min_tokens": 3},
+        **{"stop": ["\n\n", "END"], "logit_bias": {"5": -100, "6": 100}, "min_tokens": 0},
         **{"tools": [TOOL], "tool_choice": "auto", "seed": 5, "stream": True, "lora_path": "a"},
         "chat_template_kwargs": {"enable_thinking": False},
     }
@@ -263,7 +279,7 @@ def test_a_usual_request_passes() -> None:
     assert refused(GENERATE, text="a", sampling_params=params, return_logprob=True) == ""
     raw = msgspec.json.encode({"text": "a", "sampling_params": params})
     body = read_body(raw)
-    refuse_beyond_limits(EngineKind.SGLANG, GENERATE, body)
+    refuse_beyond_limits(EngineKind.SGLANG, GENERATE, body, (), handed_over=True)
     assert msgspec.json.encode(body) == raw, "it is sent on as it came"
 
 
@@ -274,8 +290,7 @@ async def test_a_router_answers_400_and_asks_no_engine() -> None:
     async with bench([], [engine], handoff="none") as router:
         for path, ask in (
             (GENERATE, {"text": "a", "sampling_params": {"temperature": 1e39}}),
-            (COMPLETIONS, {"model": "tiny", "prompt": [[1], []]}),
-            (COMPLETIONS, {"model": "tiny", "prompt": [[1]] * 5000}),
+            (COMPLETIONS, {"model": "tiny", "prompt": "a", "logprobs": 5000}),
         ):
             asked = len(engine.asked)
             status, said, _ = await router.post(ask, path)
