@@ -46,7 +46,7 @@ class _LinkFaults:
     bytes_per_s: float = 0.0  # 0: as fast as it goes
     corrupt_at: int = -1  # bytes from now; negative: not, or already done
     truncate_at: int = -1
-    duplicate: bool = False
+    duplicate_at: int = -1
     stalled: bool = False
     free_at: float = 0.0  # when the cable has sent what was given to it
 
@@ -58,13 +58,13 @@ class _LinkFaults:
             spoilt = bytearray(data)
             spoilt[self.corrupt_at] ^= 1
             data = bytes(spoilt)
-        if self.duplicate and data:
-            self.duplicate = False
+        if 0 <= self.duplicate_at < size:
             data += data
         if cut:
             data = data[: self.truncate_at]
         self.truncate_at -= size
         self.corrupt_at -= size
+        self.duplicate_at -= size
         return data, cut
 
     def book(self, size: int, now: float) -> float:
@@ -233,9 +233,9 @@ class FaultProxy:
         """Close the connection that carries the byte at ``offset``, just before it."""
         self._set(direction, truncate_at=offset)
 
-    def duplicate(self, direction: Direction = "down") -> None:
-        """Deliver the next chunk of bytes twice."""
-        self._set(direction, duplicate=True)
+    def duplicate(self, offset: int = 0, direction: Direction = "down") -> None:
+        """Deliver the chunk that has the byte at ``offset`` twice."""
+        self._set(direction, duplicate_at=offset)
 
     def stall(self, direction: Direction = "both") -> None:
         """Let nothing pass, without closing anything, until ``clear``."""

@@ -216,13 +216,31 @@ class Open(Memory):
         pass
 
 
-class Crashing(Memory):
-    """Has no answer for a block that is too large."""
+class Swallowing(Memory):
+    """Says that it keeps a block that is too large, and does not."""
 
     def _put(self, key: bytes, payload: memoryview) -> BlockOutcome:
-        if payload.nbytes > self._capacity:
-            raise AssertionError("out of memory")
-        return super()._put(key, payload)
+        outcome = super()._put(key, payload)
+        return BlockOutcome.OK if outcome is BlockOutcome.SIZE else outcome
+
+
+class Boasting(Memory):
+    """Refuses a block that is too large, and lists it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refused: set[bytes] = set()
+
+    def _put(self, key: bytes, payload: memoryview) -> BlockOutcome:
+        outcome = super()._put(key, payload)
+        if outcome is not BlockOutcome.SIZE:
+            return outcome
+        self._refused.add(key)
+        return BlockOutcome.FULL
+
+    def exists(self, keys: Sequence[bytes]) -> list[int]:
+        sizes = zip(keys, super().exists(keys), strict=True)
+        return [size or int(key in self._refused) for key, size in sizes]
 
 
 class Counting(Memory):
@@ -247,7 +265,6 @@ class Counting(Memory):
         (Trusting, checks.check_corruption),
         (Tearing, checks.check_threads),
         (Boundless, checks.check_full),
-        (Crashing, checks.check_full),
         (Counting, checks.check_usage),
         (Memory, checks.check_restart),  # it is not persistent
         (Open, checks.check_close),
@@ -264,6 +281,16 @@ def test_a_wrong_store_is_noticed(
     hook = None if persistent else spoil
     with pytest.raises(AssertionError):
         check(Subject(lambda _: make(), tmp_path, persistent, hook))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(Swallowing, "over capacity"), (Boasting, "refused block exists")]
+)
+def test_a_store_that_is_wrong_about_a_block_over_its_capacity_is_noticed(
+    make: type[Store], why: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=why):
+        checks.check_full(Subject(lambda _: make(), tmp_path))
 
 
 def test_a_failed_check_is_named(tmp_path: Path) -> None:

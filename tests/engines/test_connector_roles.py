@@ -99,8 +99,9 @@ def test_stores_survive_a_step_that_ends_without_asking_for_them() -> None:
     worker.end_step()
     assert [report.job for report in collect(worker, 2)] == [1, 2]
     worker.end_step()  # negative control: nothing is submitted twice
-    worker.begin_step(step())
-    assert collect(worker, 0) == [] and worker.take_reports() is None
+    worker.begin_step(step(store(3)))
+    worker.end_step()
+    assert [report.job for report in collect(worker, 1)] == [3]
     worker.close()
     worker.close()
 

@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from tests.engines.pd import (
     side_by_side,
     standing_ticket,
 )
+from tests.engines.ranks import until
 from tests.engines.scenario import (
     COUNT,
     CROWD_NEW,
@@ -359,18 +360,28 @@ class TestLlama:
         self.alive(llama)
 
     def test_a_decode_engine_that_is_full_gets_there(self, llama: Pair) -> None:
-        """More requests than fit: those in the queue keep their leases alive."""
+        """Three of four requests fit, until their answers have grown: then one is preempted. The
+        fourth waits in the queue, while the other side holds its blocks."""
         p, d = llama
-        many = [prompt_tokens(500, start=700 * n + 31_000) for n in range(8)]  # 16 of 64 blocks
-        with ThreadPoolExecutor(8) as pool:
+        many = [prompt_tokens(500, start=700 * n + 31_000) for n in range(4)]  # 16 of 63 blocks
+        want = [p.complete(prompt, 400).tokens for prompt in many]  # no hand-off is asked for
+        p.post("/reset_prefix_cache")
+        preempted = d.metric("vllm:num_preemptions_total")
+        expired = p.metric("vllm:kvconnect_handoff_expired_leases_total")
+        wanted = received_bytes(d) + 3 * 16 * block_bytes("llama")
+        with ThreadPoolExecutor(4) as pool:
+
+            def decode(prompt: list[int], params: dict[str, Any]) -> Future[Answer]:
+                return pool.submit(d.complete, prompt, 400, kv_transfer_params=params)
+
             params = list(pool.map(lambda prompt: prefill(p, prompt), many[:3]))
-            found = list(
-                pool.map(
-                    lambda n: d.complete(many[n], 400, kv_transfer_params=params[n]).tokens,
-                    range(3),
-                )
-            )
-        assert [len(answer) for answer in found] == [400] * 3
+            asked = [decode(*each) for each in zip(many[:3], params, strict=True)]
+            until(lambda: received_bytes(d) == wanted, "three have their blocks")
+            asked.append(decode(many[3], prefill(p, many[3])))
+            until(lambda: d.metric("vllm:num_requests_waiting") > 0, "the fourth one waits")
+            assert tokens([future.result() for future in asked]) == want
+        assert d.metric("vllm:num_preemptions_total") > preempted
+        assert p.metric("vllm:kvconnect_handoff_expired_leases_total") == expired
         self.alive(llama)
 
     def test_a_decode_engine_that_dies(self, llama: Pair) -> None:
@@ -488,6 +499,7 @@ def test_both_roles_in_one_engine_with_a_host_tier() -> None:
     """Blocks that come back from the host tier are handed off; so are those of a decode engine
     that was preempted."""
     want = expected("llama")
+    some = slice(5, 21)  # of a crowd: 60 of 63 blocks before they grow
     connector = kv_transfer(role="kv_both", host_bytes="64MiB", digest="full", **LIMITS)
     with pair(prefill={"connector": connector}, decode={"connector": connector}) as (p, d):
         for prompt in prompts():  # more than fit: the first ones go to the host tier
@@ -497,7 +509,8 @@ def test_both_roles_in_one_engine_with_a_host_tier() -> None:
         found = [pull(p, d, prompt, NEW) for prompt in prompts()]
         assert tokens(found) == want.fresh
         assert p.metric("vllm:kvconnect_hit_tokens_total", tier="host") > loaded
-        crowded = crowd()[:16]
+        preempted = d.metric("vllm:num_preemptions_total")
+        crowded = crowd()[some]
         with ThreadPoolExecutor(16) as pool:
             params = list(pool.map(lambda prompt: prefill(p, prompt), crowded))
             answers = list(
@@ -506,7 +519,8 @@ def test_both_roles_in_one_engine_with_a_host_tier() -> None:
                     range(16),
                 )
             )
-        assert tokens(answers) == want.crowd[:16]
+        assert tokens(answers) == want.crowd[some]
+        assert d.metric("vllm:num_preemptions_total") > preempted
         assert_quiet(p, d)
 
 

@@ -50,7 +50,7 @@ from tests.engines.scenario import (
 from tests.engines.server import Server
 from tests.links import make_certificates
 
-DRAFTS = {  # from one token that occurred before; a random model takes few of them, if any
+DRAFTS = {  # from one token that occurred before; a random model takes none of them
     "method": "ngram",
     "num_speculative_tokens": 3,
     "prompt_lookup_min": 1,
@@ -124,8 +124,8 @@ class TestMutualTls:
 
 
 def test_speculative_decoding() -> None:
-    """Neither drafts that are taken nor those that are not change the tokens; and what the host
-    tier keeps of a request is what was taken."""
+    """Drafts that are not taken change no tokens, and the host tier keeps nothing of them. Those
+    that are taken have a test in ``test_drafts.py``."""
     asked, want = crowd()[:16], expected("llama").crowd[:16]
     assert len(set(want)) == len(asked)
     decode = {

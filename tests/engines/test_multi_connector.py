@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvconnect.protocol.handoff_request import TICKET_KEY
-from tests.engines.models import engine_args
+from tests.engines.models import BLOCK_SIZE, engine_args
 from tests.engines.pd import raw
 from tests.engines.scenario import (
     BLOCKS,
@@ -22,6 +22,7 @@ from tests.engines.scenario import (
     NEW,
     ask,
     assert_nothing_leaks,
+    block_bytes,
     cached_by_source,
     expected,
     hit_tokens,
@@ -77,7 +78,8 @@ def test_beside_another_connector(name: str, first: bool, tmp_path: Path) -> Non
             assert [answer.cached for answer in answers] == [FULL] * COUNT
             assert cached_by_source(server) == {"host": COUNT * FULL}
         assert server.metric("vllm:kvconnect_host_blocks_capacity") > 0
-        assert server.metric("vllm:kv_offload_load_bytes_total") >= 0  # whosever it is
+        loaded = COUNT * FULL // BLOCK_SIZE * block_bytes("llama") if ours else 0
+        assert server.metric("vllm:kv_offload_load_bytes_total") == loaded
         assert_nothing_leaks(server)
         if name == "NixlConnector":  # both are asked; it keeps blocks for longer than this test
             wanted = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from types import FrameType
 from typing import Any, ClassVar
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -91,6 +91,7 @@ def test_a_load_that_fails_after_a_reset_stores_nothing_of_former_weights() -> N
         assert engine.forget_device()
         engine.run("new", Prompt([*shared, 5], new=1))
         engine.drain()
+        assert engine.counts["failed_blocks", "digest"] >= 1
         check_at_rest(engine)
 
 
@@ -225,11 +226,12 @@ def test_a_pause_that_cannot_reset_harms_nobody() -> None:
         engine.step()
         engine.pause()
         engine.drain()
-        engine.reset("new", running=True)
+        assert engine.reset("new", running=True) is False
         engine.resume()
         engine.step_until(lambda: engine.answers["loads"].reason is not None)
         engine.drain()
         check_at_rest(engine)
+        assert engine.counts["prompt_tokens", "host"] > 0
 
 
 @pytest.mark.parametrize("push", [False, True])
@@ -270,22 +272,21 @@ def test_parameters_that_are_no_object_do_not_end_the_core(params: object) -> No
 def test_steps_without_tokens_are_not_taken_for_others(tmp_path: Path) -> None:
     prompts = [Prompt(tokens(Random(n), 100), new=4) for n in range(4)]
     with made(settings=disk(tmp_path, load_when="faster")) as engine:
-        for number, prompt in enumerate(prompts):
-            engine.faults.store_gate.close()  # the next request waits for its look-up
-            engine.add(f"r{number}", prompt)
-            for _ in range(4):
-                engine.step()
-            engine.faults.store_gate.open()
-            engine.drain()
+        tiers = vars(engine.connector.scheduler.tiers)
+        (model,) = (value for value in tiers.values() if hasattr(value, "prefilled"))
+        with patch.object(model, "prefilled", Mock(wraps=model.prefilled)) as learned:
+            for number, prompt in enumerate(prompts):
+                engine.faults.store_gate.close()  # the next request waits for its look-up
+                engine.add(f"r{number}", prompt)
+                for _ in range(4):
+                    engine.step()
+                engine.faults.store_gate.open()
+                engine.drain()
+        assert learned.call_count > 0
         # Control: the time of another step is seen.
-        models = [v for v in vars(engine.connector.scheduler.tiers).values() if _learns(v)]
         watch_cost_model(engine.connector.scheduler, [7])
         with pytest.raises(WrongStep):
-            models[0].prefilled(8, 0.1, 0.0)
-
-
-def _learns(value: object) -> bool:
-    return hasattr(value, "prefilled")
+            model.prefilled(8, 0.1, 0.0)
 
 
 # Features that stay on --------------------------------------------------------------------------

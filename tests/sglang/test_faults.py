@@ -14,6 +14,7 @@ import pytest
 
 from kvconnect.transport.nixl.agent import PACKAGES
 from tests.engines.models import prompt_tokens
+from tests.engines.ranks import until
 from tests.engines.server import Answer, ServerDied
 from tests.sglang.pd import ask, ask_all, decode_server, prefill_server, room, side_by_side
 from tests.sglang.scenario import (
@@ -50,8 +51,10 @@ def in_flight(p: SglangServer, d: SglangServer) -> list[Future[Answer]]:
     pool = ThreadPoolExecutor(CROWD)
     asked = [pool.submit(ask, p, d, prompt, LONG) for prompt in prompts(4)[:CROWD]]
     pool.shutdown(wait=False)
-    while not d.used_tokens() and not all(future.done() for future in asked):
-        pass
+    until(
+        lambda: d.used_tokens() > 0 or all(future.done() for future in asked),
+        "decode has pages for a request",
+    )
     return asked
 
 
@@ -85,9 +88,12 @@ def test_a_server_is_killed_and_comes_back(fleet: Fleet, victim: str, busy: bool
     asked = in_flight(p, d) if busy else []
     dead, survivor = (p, d) if victim == "prefill" else (d, p)
     connected = peers(survivor)
+    assert not busy or not all(future.done() for future in asked)
     dead.kill()
     try:
-        assert {outcome(future) for future in asked} <= {0, LONG}
+        outcomes = {outcome(future) for future in asked}
+        assert outcomes <= {0, LONG}
+        assert victim != "decode" or 0 in outcomes
         assert_quiet(survivor)
         assert settled(partial(peers, survivor), connected - 1) == connected - 1
     finally:

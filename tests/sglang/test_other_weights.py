@@ -27,7 +27,8 @@ def test_servers_with_other_weights_do_not_hand_off_until_both_are_updated(tmp_p
     shutil.copytree(model_dir("llama"), folder)
     change_weights(folder)
     p, d = prefill_server(), decode_server()
-    with side_by_side(p, d):
+    single = SglangServer(args=("--model-path", str(folder)))
+    with side_by_side(p, d, single):
         first = ask(p, d, prompt_tokens(200), NEW).tokens
         update(p, folder)
         with pytest.raises(urllib.error.HTTPError) as failed:
@@ -40,4 +41,5 @@ def test_servers_with_other_weights_do_not_hand_off_until_both_are_updated(tmp_p
         update(d, folder)
         second = ask(p, d, prompt_tokens(200), NEW).tokens
         assert second != first
+        assert second == single.complete(prompt_tokens(200), NEW).tokens
         assert ask(p, d, prompt_tokens(200), NEW).tokens == second

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -546,9 +547,11 @@ def test_no_error_reaches_the_scheduler_s_thread(
     prefill, source, decode, _ = pair(closing)
     made = sender(prefill, ROOM) if sends else receiver(decode, [source], ROOM)
     other = sender(prefill, 5) if sends else receiver(decode, [source], 5)
+    broken = Mock(side_effect=breaks)
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, breaks)
+        patch.setattr(owner, name, broken)
         run(made)
+    broken.assert_called()
     assert made.poll() == KVPoll.Failed
     with pytest.raises(Exception, match=r"nobody has thought of this|Aborted"):
         made.failure_exception()

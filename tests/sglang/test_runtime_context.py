@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -60,6 +61,30 @@ def test_pages_that_are_given_away_too_early_or_never(setting: ExitStack, second
     setting.enter_context(RELEASE_TIMEOUT.override(seconds))
     with pytest.raises(ConfigError, match=f"{RELEASE_TIMEOUT.name}={seconds}.*more than 5 s"):
         runtime_context.check(published())
+
+
+@pytest.mark.parametrize(
+    ("changed", "flag"),
+    [
+        ({}, None),
+        ({"attn_cp_size": 2}, "--attention-context-parallel-size=2"),
+        ({"attn_dcp_size": 2}, "--decode-context-parallel-size=2"),
+        ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding=True"),
+    ],
+    ids=str,
+)
+def test_pages_of_which_a_rank_has_a_part(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], flag: str | None
+) -> None:
+    plain = {"attn_cp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
+    args = published()
+    parallel = SimpleNamespace(**{**plain, **changed})
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: parallel)
+    if flag is None:
+        runtime_context.check(args)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(flag)):
+            runtime_context.check(args)
 
 
 def test_pages_that_would_land_in_host_memory() -> None:

@@ -70,10 +70,10 @@ def test_a_pair_hands_off(servers: Servers, capsys: pytest.CaptureFixture[str]) 
     assert found["received"] == {"done": 9}  # with the prompt that is counted
 
 
-def test_control_a_server_alone_does_not_offload(
+def test_a_prefill_server_alone_is_refused_before_anything_is_tried(
     servers: Servers, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A prefill server alone is one half: the trial ends in one line."""
+    """It is one half: the trial ends in one line."""
     assert cli.main(["try", servers.prefill.url, *FLAGS, "--timeout", "5"]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert "the prefill half of a hand-off" in line

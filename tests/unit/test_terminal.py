@@ -17,6 +17,8 @@ import pytest
 from kvconnect import cli
 from kvconnect.doctor import Finding, FindingsReport
 from kvconnect.terminal import JsonFormatter, PlainFormatter, plain, plain_lines, say
+from kvconnect.tiers.backends import BlockOutcome
+from kvconnect.tiers.backends.disk import DiskOptions, DiskStore
 
 HOSTILE = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\x7f"
 ADMIN_TOKEN = "0123456789abcdef"
@@ -26,31 +28,24 @@ def is_harmless(text: str) -> bool:
     return all(letter.isprintable() or letter == "\n" for letter in text)
 
 
-def series(text: str) -> str:
-    """Metrics of an engine and a router whose every label is hostile."""
-    name = (
-        json.dumps(text, ensure_ascii=False).replace("\\u001b", "\x1b").replace("\\u0007", "\x07")
-    )
-    rows = [
-        ("vllm:kvconnect_transfer_bytes_total", "transfer_type"),
-        ("vllm:kvconnect_hit_tokens_total", "tier"),
-        ("vllm:kvconnect_tier_bytes_used", "tier"),
-        ("vllm:kvconnect_held_blocks", "owner"),
-        ("vllm:kvconnect_handoff_peer_bytes_total", "peer"),
-    ]
-    return "".join(f"{metric}{{{label}={name}}} 5\n" for metric, label in rows)
+def hostile(word: str) -> str:
+    """A label's hostile value in the text of a scrape, with a word by which a reader knows it."""
+    text = json.dumps(HOSTILE.replace("pwned", f"pwned {word}"), ensure_ascii=False)
+    return text.replace("\\u001b", "\x1b").replace("\\u0007", "\x07")
 
 
-def router_series(text: str) -> str:
-    name = (
-        json.dumps(text, ensure_ascii=False).replace("\\u001b", "\x1b").replace("\\u0007", "\x07")
-    )
-    return (
-        f'kvconnect_router_requests_total{{mode="push",reason="default",outcome={name}}} 5\n'
-        f"kvconnect_router_imbalance{{role={name}}} 5\n"
-        f"kvconnect_router_upstream_up{{role={name},upstream={name}}} 1\n"
-        "kvconnect_router_queue 1\n"
-    )
+ENGINE_PAGE = (
+    f"vllm:kvconnect_ledger_held_blocks{{owner={hostile('owner')}}} 5\n"
+    f"vllm:kvconnect_jobs_in_flight{{transfer_type={hostile('job')}}} 5\n"
+    f"vllm:kvconnect_failed_blocks_total{{cause={hostile('cause')}}} 5\n"
+    f"vllm:kvconnect_handoff_peer_bytes_total{{peer={hostile('peer')}}} 5\n"
+)
+ROUTER_PAGE = (
+    f'kvconnect_router_requests_total{{mode="push",outcome={hostile("outcome")}}} 5\n'
+    f"kvconnect_router_imbalance{{role={hostile('imbalance')}}} 5\n"
+    f"kvconnect_router_upstream_up{{role={hostile('role')},upstream={hostile('url')}}} 1\n"
+    "kvconnect_router_queue 1\n"
+)
 
 
 @contextmanager
@@ -88,27 +83,41 @@ def test_a_line_stays_a_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [series(HOSTILE), router_series(HOSTILE)], ids=["engine", "router"]
+    ("page", "flags", "words"),
+    [
+        (ENGINE_PAGE, [], ("owner", "cause", "peer")),
+        (ENGINE_PAGE, ["--json"], ("owner", "job", "cause", "peer")),
+        (ROUTER_PAGE, [], ("outcome", "imbalance", "role", "url")),
+        (ROUTER_PAGE, ["--json"], ("outcome", "imbalance", "role", "url")),
+    ],
+    ids=["engine-screen", "engine-json", "router-screen", "router-json"],
 )
-@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["screen", "json"])
 def test_top(
-    page: str, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: str,
+    flags: list[str],
+    words: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     with answering(200, page) as url:
         assert cli.main(["top", f"{url}/metrics", "--once", "--interval", "0.1", *flags]) == 0
     out = capsys.readouterr().out
-    assert "pwned" in out and is_harmless(out)
+    assert [word for word in words if f"pwned {word}" not in out] == []
+    assert is_harmless(out)
 
 
 @pytest.mark.parametrize("command", ["stats", "ls"])
 def test_names_of_folders(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in (f"0{HOSTILE}", "0\nforged"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "LOCK").touch()
+        options = DiskOptions(path=str(tmp_path), capacity=16 << 20, owner="tp0")
+        store = DiskStore(options, b"\x01")
+        assert store.put([b"key"], [memoryview(b"block")]) == [BlockOutcome.OK]
+        store.close()
+        (tmp_path / "tp0").rename(tmp_path / name)
     assert cli.main(["cache", command, str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert is_harmless(out) and (command == "ls" or "pwned" in out)
+    assert is_harmless(out) and "pwned" in out and "0?forged" in out
     assert not any(line.startswith("forged") for line in out.splitlines())
 
 

@@ -157,8 +157,9 @@ def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 2
 
 
-LIMITS = '"store": 0, "load": 0, "staged_store": 0, "staged_load": 0, "grid": 4'
-RATES = json.dumps({"store": [1.0] * len(PAGES), "load": [1.0] * len(PAGES)})
+RATES = {"store": [1.0] * len(PAGES), "load": [1.0] * len(PAGES)}
+LIMITS = {"store": 0, "load": 0, "staged_store": 0, "staged_load": 0, "grid": 4}
+GOOD = {"machine": "fake", **LIMITS, "gbps": RATES}
 
 
 def test_a_good_file_is_taken(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_a_good_file_is_taken(tmp_path: Path) -> None:
     driver = driver_where_kernels_win()
     calibrated(driver, Counted(driver).make, tmp_path)
     (path,) = files(tmp_path)
-    path.write_text(f'{{"machine": "fake", {LIMITS}, "gbps": {RATES}}}')
+    path.write_text(json.dumps(GOOD))
     again = Counted(driver)
     assert calibrated(driver, again.make, tmp_path).threshold == replace(DMA_ONLY, grid=4)
     assert again.moves == 0
@@ -179,12 +180,14 @@ def test_a_good_file_is_taken(tmp_path: Path) -> None:
         "{",
         "[]",
         "{}",
-        f'{{"machine": "fake", {LIMITS}}}',
-        f'{{"machine": "fake", "store": 1, "load": 0, "gbps": {RATES}}}',
-        f'{{"machine": "fake", "store": [], "load": 0, "gbps": {RATES}}}',
-        f'{{"machine": "other", "store": 0, "load": 0, "gbps": {RATES}}}',
-        '{"machine": "fake", "store": 0, "load": 0, "gbps": {"store": [], "load": []}}',
-        '{"machine": "fake", "store": 0, "load": 0, "gbps": {"store": [1], "load": "fast"}}',
+        *(json.dumps({name: GOOD[name] for name in GOOD if name != lacks}) for lacks in GOOD),
+        json.dumps(GOOD | {"machine": "other"}),
+        json.dumps(GOOD | {"store": 1}),
+        json.dumps(GOOD | {"store": []}),
+        json.dumps(GOOD | {"staged_load": 1}),
+        json.dumps(GOOD | {"grid": 3}),
+        json.dumps(GOOD | {"gbps": {"store": [], "load": []}}),
+        json.dumps(GOOD | {"gbps": RATES | {"load": "fast"}}),
     ],
 )
 def test_a_broken_file_is_measured_again_and_replaced(tmp_path: Path, content: str) -> None:

@@ -235,11 +235,22 @@ def test_pages_are_not_free_before_nothing_can_land(closing: ExitStack) -> None:
     reader.ask([7], [source])
     until([source, reader], lambda: bool(source.ready))
     reader.decode_rooms.drop(ROOM)
+    assert not reader.decode_rooms.is_over(ROOM)
     until([source, reader], lambda: reader.decode_rooms.is_over(ROOM))
     until([source, reader], lambda: bool(source.failed))
     assert "cancelled the transfer" in source.failed[0]
     source.send_all([3])
+    # The next request of the room comes after all that was sent.
+    source.prefill_rooms.close(ROOM)
+    source.ready.clear()
+    source.prefill_rooms.open(ROOM)
+    reader.ask([8], [source])
+    until([source, reader], lambda: bool(source.ready))
+    source.send_all([4])
+    until([source, reader], lambda: bool(reader.done))
+    assert torch.equal(reader.page(0, 8), expected(reader, 0, 4))
     assert not reader.page(0, 7).any()
+    assert not reader.failed
 
 
 def test_a_room_given_to_two_requests_is_over_when_both_are(closing: ExitStack) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -44,9 +45,39 @@ def test_an_arena_is_usable_whether_or_not_its_node_is_there() -> None:
         store.close()
 
 
-def test_what_cannot_be_asked_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not numa.prefer_node(0, 4096, -1)
-    assert not numa.prefer_node(0, 4096, 1024)
-    assert not numa.prefer_node(1, 4096, 0)  # no page starts there: the kernel refuses
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Arguments of the system calls, which all succeed and do nothing."""
+    found: list[tuple[Any, ...]] = []
+
+    def syscall(*arguments: Any) -> int:
+        found.append(arguments)
+        return 0
+
+    monkeypatch.setattr(numa.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syscall=syscall))
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    return found
+
+
+@pytest.mark.parametrize("node", [0, 3, 63, 64, 1023])
+def test_the_kernel_is_asked_for_the_node(calls: list[tuple[Any, ...]], node: int) -> None:
+    assert numa.prefer_node(4096, 8192, node)
+    ((number, address, nbytes, mode, mask, most, flags),) = calls
+    values = [each.value for each in (number, address, nbytes, mode, most, flags)]
+    assert values == [237, 4096, 8192, 1, 1024, 0]
+    words = enumerate(mask._obj)
+    assert sum(word << 64 * place for place, word in words) == 1 << node
+
+
+def test_what_cannot_be_asked_is_not(
+    calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not numa.prefer_node(4096, 8192, -1)
+    assert not numa.prefer_node(4096, 8192, 1024)
     monkeypatch.setattr("platform.machine", lambda: "m68k")
-    assert not numa.prefer_node(0, 4096, 0)
+    assert not numa.prefer_node(4096, 8192, 0)
+    assert calls == []
+
+
+def test_what_the_kernel_refuses_is_not_preferred() -> None:
+    assert not numa.prefer_node(1, 4096, 0)  # no page starts there

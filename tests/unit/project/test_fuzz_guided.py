@@ -58,6 +58,8 @@ def test_new_inputs_raise_nothing() -> None:
 
 
 def test_a_planted_fault_is_found() -> None:
+    for former in FOUND.glob("planted-crash-*"):
+        former.unlink()
     done = guided(*CONTROL, "--runs", "200000")
     assert done.returncode == 1
     assert "KeyError: 'planted'" in done.stderr

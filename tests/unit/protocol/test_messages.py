@@ -195,12 +195,16 @@ def test_a_message_longer_than_a_note_is_refused_unread() -> None:
         decode(bytes(MAX_MESSAGE + 1))
 
 
+# Two messages up to their last value.
+ALIVE = b"\x82\xa4type\xa5alive\xa8read_ids"
+REJECT = b"\x83\xa4type\xa6reject\xa5field\xa5model\xa7message"
+
 TRICKS = {
     "nothing": b"",
-    "an announced list of 4 billion": b"\x82\xa4type\xa5alive\xa5wants\xdd\xff\xff\xff\xff\x01",
+    "an announced list of 4 billion": ALIVE + b"\xdd\xff\xff\xff\xff\x01",
     "an announced map of 4 billion": b"\xdf\xff\xff\xff\xff",
     "a name that is no UTF-8": b"\x82\xa4type\xa2\xff\xfe",
-    "a text that is no UTF-8": b"\x83\xa4type\xa6turned\xa5field\xa5model\xa7message\xa1\xff",
+    "a text that is no UTF-8": REJECT + b"\xa1\xff",
     "deep nesting": b"\x82\xa4type\xa4done\xa1x" + b"\x91" * 500_000,
     "two in one": encode(ReadDone(1)) + encode(ReadDone(2)),
 }
@@ -210,6 +214,11 @@ TRICKS = {
 def test_tricks_end_in_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(data)
+
+
+def test_control_without_the_trick_it_is_a_message() -> None:
+    assert decode(ALIVE + b"\xdd\x00\x00\x00\x01\x01") == Alive([1])
+    assert decode(REJECT + b"\xa1x") == Reject("model", "x")
 
 
 @given(st.binary(max_size=300))

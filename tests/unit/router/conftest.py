@@ -19,8 +19,8 @@ class Seen(list[Returned]):
         return sum(each.chunks for each in self)
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+def note_streams(patch: pytest.MonkeyPatch) -> Seen:
+    """Note the streams of all relays from now on."""
     found = Seen()
     give, start = StreamRelay._give, StreamRelay.start
 
@@ -33,6 +33,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.append(returned)
         give(relay, returned)
 
-    monkeypatch.setattr(StreamRelay, "_give", noted)
-    monkeypatch.setattr(StreamRelay, "start", started)
+    patch.setattr(StreamRelay, "_give", noted)
+    patch.setattr(StreamRelay, "start", started)
     return found
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return note_streams(monkeypatch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -203,11 +204,32 @@ def test_what_is_no_event_is_refused_and_does_no_harm(payload: bytes) -> None:
 
 
 SMALL = st.integers(-(2**63), 2**63)
+ANYTHING = st.recursive(st.none() | SMALL | st.text(), st.lists)
+KINDS = {"type": st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"])}
+VALID = {
+    "block_hashes": st.lists(st.integers(0, 9), max_size=8),
+    "parent_block_hash": st.none() | st.integers(0, 9),
+    "token_ids": st.lists(st.integers(0, 9), max_size=8),
+    "block_size": st.integers(-1, 4),
+    "medium": st.text(max_size=5) | st.sampled_from(["GPU", "CPU"]),
+    "lora_id": st.none(),
+    "extra_keys": st.none(),
+    "group_idx": st.integers(-1, 2),
+    "kv_cache_spec_kind": st.sampled_from([None, "full_attention", "x"]),
+    "cache_salt": st.text(max_size=5),
+}
+WILD = st.fixed_dictionaries({}, optional=dict.fromkeys(VALID, ANYTHING))
+EVENTS = st.fixed_dictionaries(KINDS | VALID)
+BATCHES = (
+    st.lists(EVENTS, min_size=1, max_size=4)
+    | st.lists(EVENTS | st.builds(operator.or_, EVENTS, WILD), min_size=1, max_size=4)
+    | st.lists(st.builds(operator.or_, st.fixed_dictionaries(KINDS), WILD) | ANYTHING, max_size=4)
+)
 
 
-@given(st.binary(max_size=64) | st.recursive(st.none() | SMALL | st.text(), st.lists))
+@given(st.binary(max_size=64) | BATCHES)
 def test_anything_may_come(noise: Any) -> None:
-    payload = noise if isinstance(noise, bytes) else msgspec.msgpack.encode([0.0, [noise]])
+    payload = noise if isinstance(noise, bytes) else msgspec.msgpack.encode([0.0, noise])
     with contextlib.suppress(Refused):
         RankEvents(A, PrefixIndex()).receive(0, payload)
 

@@ -100,35 +100,36 @@ async def leaves_while_it_waits(router: Bench, body: object) -> None:
 
 Play = Callable[[Bench, object], Awaitable[object]]
 MANY = {**BODY, **{str(number): 1 for number in range(2000)}}
-WAYS: dict[str, tuple[Any, Any, Any, Play, dict[str, Any]]] = {
-    # prefill engine, decode engine, body, what the client does, options of the router
-    "answered": (prefills, decodes, BODY, asks, {}),
-    "pulled": (prefills, decodes, BODY, asks, {"handoff": "pull"}),
-    "streamed": (prefills, decodes, BODY | {"stream": True}, asks, {}),
-    "not an object": (prefills, decodes, ["a" * SIZE], asks, {}),
-    "too many fields": (prefills, decodes, MANY, asks, {}),
-    "too large": (prefills, decodes, BODY, asks, {"body_mib": 0.25}),
-    "unknown model": (prefills, decodes, BODY | {"model": "no"}, asks, {}),
-    "decode refuses": (prefills, says(400, {}), BODY, asks, {}),
-    "prefill refuses": (says(400, {}), hangs, BODY, asks, {}),
-    "prefill refuses a pull": (says(400, {}), hangs, BODY, asks, {"handoff": "pull"}),
-    "decode fails": (prefills, says(500, {}), BODY, asks, {}),
-    "prefill fails": (says(500, {}), hangs, BODY, asks, {}),
-    "decode is lost": (prefills, loses, BODY, asks, {}),
-    "prefill is lost": (loses, hangs, BODY, asks, {}),
-    "prefill of a pull is lost": (loses, hangs, BODY, asks, {"handoff": "pull"}),
-    "no answer in time": (prefills, hangs, BODY, asks, {"timeout_s": 0.5}),
-    "the client leaves in the body": (prefills, decodes, BODY, leaves_in_the_body, {}),
-    "the client leaves while it waits": (prefills, hangs, BODY, leaves_while_it_waits, {}),
+WAYS: dict[str, tuple[Any, Any, Any, Play, int | None, dict[str, Any]]] = {
+    # prefill engine, decode engine, body, what the client does, the first status, router options
+    "answered": (prefills, decodes, BODY, asks, 200, {}),
+    "pulled": (prefills, decodes, BODY, asks, 200, {"handoff": "pull"}),
+    "streamed": (prefills, decodes, BODY | {"stream": True}, asks, 200, {}),
+    "not an object": (prefills, decodes, ["a" * SIZE], asks, 400, {}),
+    "too many fields": (prefills, decodes, MANY, asks, 400, {}),
+    "too large": (prefills, decodes, BODY, asks, 413, {"body_mib": 0.25}),
+    "unknown model": (prefills, decodes, BODY | {"model": "no"}, asks, 404, {}),
+    "decode refuses": (prefills, says(400, {}), BODY, asks, 400, {}),
+    "prefill refuses": (says(400, {}), hangs, BODY, asks, 400, {}),
+    "prefill refuses a pull": (says(400, {}), hangs, BODY, asks, 400, {"handoff": "pull"}),
+    "decode fails": (prefills, says(500, {}), BODY, asks, 500, {}),
+    "prefill fails": (says(500, {}), hangs, BODY, asks, 502, {}),
+    "decode is lost": (prefills, loses, BODY, asks, 502, {}),
+    "prefill is lost": (loses, hangs, BODY, asks, 502, {}),
+    "prefill of a pull is lost": (loses, hangs, BODY, asks, 502, {"handoff": "pull"}),
+    "no answer in time": (prefills, hangs, BODY, asks, 504, {"timeout_s": 0.5}),
+    "the client leaves in the body": (prefills, decodes, BODY, leaves_in_the_body, None, {}),
+    "the client leaves while it waits": (prefills, hangs, BODY, leaves_while_it_waits, None, {}),
 }
 
 
 async def play(way: str) -> None:
     """End some requests in one way, and wait until none of their bodies lives."""
-    prefill, decode, body, client, options = WAYS[way]
+    prefill, decode, body, client, status, options = WAYS[way]
     ps, ds = [FakeEngine(prefill) for _ in range(2)], [FakeEngine(decode) for _ in range(2)]
     async with bench(ps, ds, **options) as router:
-        for _ in range(TIMES):
+        assert await client(router, body) == status
+        for _ in range(TIMES - 1):
             await client(router, body)
         assert TrackedBody.made == TIMES * (way != "too large"), "each was read"
         for _ in range(200):  # rounds of the loop, in which tasks end

@@ -403,6 +403,8 @@ def test_fields_that_are_null_are_not_set() -> None:
 
 
 def test_engines_are_never_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "no_grpc_proxy"):  # a machine's own may exempt the engine
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
 
     @on_loop

@@ -51,7 +51,6 @@ async def test_a_decode_engine_is_asked_when_prefill_is_near() -> None:
         for number in range(3):
             await until(lambda number=number: len(decode.asked) == number + 1)
             assert decode.asked[-1]["prompt"] == prompt(number)["prompt"]
-            assert not any(turn.is_set() for turn in gated.turns[number:])
             gated.turns[number].set()
             assert (await asks[number]).status == 200
 

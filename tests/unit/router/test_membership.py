@@ -352,7 +352,11 @@ async def test_a_file_adds_and_removes_engines(tmp_path: Path) -> None:
 
             await until(lambda: served_by(d))
             path.write_text("decode nonsense\n")
-            await asyncio.sleep(0.1)
+
+            async def refused() -> bool:
+                return await router.metric("refused_answers_total", what="file") > 0
+
+            await until(refused)
             assert await served_by(d), "a wrong file changes nothing"
             path.write_text(f"prefill {p.url}\ndecode {other.url}\n")
             await until(lambda: served_by(other))
@@ -414,10 +418,11 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
         prefix = "http://localhost:"
         names = {Role.PREFILL: (f"{prefix}{p.port}",), Role.DECODE: (f"{prefix}{d.port}",)}
         sources = Sources(dns=names)
-        fails = False
+        fails, failed = False, set[str]()
 
         async def found(name: str, refuse: OnRefused) -> tuple[EngineSpec, ...]:
             if fails:
+                failed.add(name)
                 raise OSError("no answer")
             return (EngineSpec(name.replace("localhost", "127.0.0.1")),)
 
@@ -429,7 +434,7 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
 
             await until(serves)
             fails = True
-            await asyncio.sleep(0.1)
+            await until(lambda: len(failed) == 2)  # both names were looked up again
             assert await serves()
 
 

@@ -65,7 +65,6 @@ async def test_a_probe_is_a_short_request_through_both(engine: str) -> None:
         p.standing_ticket_lifetime_s = d.standing_ticket_lifetime_s = 0
     async with bench([p], [d], **OFTEN) as router:
         await received(router, "ok")
-    assert len(p.asked) >= 2 and p.headers[0].keys() >= {"content-length"}
     for asked, answered in zip(p.asked, d.asked, strict=False):
         if engine == "sglang":
             assert asked["sampling_params"] == answered["sampling_params"] == {"max_new_tokens": 1}
@@ -182,6 +181,7 @@ async def test_what_says_nothing_about_kv_blames_nobody() -> None:
     async with bench([p], [d], **OFTEN) as router:
         await received(router, "refused")
         assert d.asked == []
+        assert json.loads((await router.get("/health")).body)["status"] == "ok"
 
 
 @on_loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -30,7 +31,8 @@ from tests.fakes.engine import (
     prefills,
     until,
 )
-from tests.unit.router.conftest import Seen
+from tests.fakes.event_publisher import publisher
+from tests.unit.router.conftest import Seen, note_streams
 
 STREAM = ASK | {"stream": True}
 LONG = b"data: " + b"x" * 2000 + b"\n\n"
@@ -119,7 +121,11 @@ def test_every_split_is_the_same_as_in_python(sizes: list[int], cuts: list[int])
     @on_loop
     async def run() -> None:
         expected = event(0) + b"".join(contents) + DONE
-        assert await answered(in_pieces(cut(body, cuts)), relay=True) == (200, expected)
+        with pytest.MonkeyPatch.context() as patch:
+            seen = note_streams(patch)
+            answer = in_pieces(cut(body, cuts), seen=seen)
+            assert await answered(answer, relay=True) == (200, expected)
+        assert seen, "the relay took part"
 
     run()
 
@@ -254,11 +260,38 @@ async def test_a_stream_that_was_taken_back_at_once_is_relayed_again(seen: Seen)
 @on_loop
 async def test_a_receipt_comes_before_the_end(seen: Seen) -> None:
     """With receipts, the last event waits for them; what passes before it passes in the relay."""
-    pieces = [chunk(event(number)) for number in range(1, 20)]
-    async with router(in_pieces(pieces), listening=Listening(receipts=True)) as made:
-        reply = await made.post(STREAM)
-    assert reply.body == b"".join(map(event, range(20))) + DONE
-    assert not any(b"[DONE]" in each.unsent for each in seen)
+    receipt = {"prompt": 5}
+
+    async def answer(
+        engine: FakeEngine, request: web.Request, body: dict[str, Any]
+    ) -> web.StreamResponse:
+        stream = await begin_stream(request)
+        await stream.write(event(0))
+        await until(lambda: seen.started > 0)
+        for number in range(1, 20):
+            await stream.write(event(number))
+        nonce = body["kv_transfer_params"]["kvconnect"]["receipt"]
+        await events.publish({"type": "KVConnectReceipt", "nonce": nonce, "receipt": receipt})
+        await stream.write(DONE)
+        return stream
+
+    engine = FakeEngine(answer)
+    async with publisher() as events:
+        engine.settings = f",events={events.port}"
+        async with bench([], [engine], listening=Listening(receipts=True), handoff="none") as made:
+
+            async def heard() -> bool:
+                await events.publish()
+                labels = {"role": "decode", "upstream": engine.url, "outcome": "ok"}
+                return await made.metric("kv_events_total", **labels) > 0
+
+            await until(heard)
+            body = (await made.post(STREAM)).body
+    tokens = b"".join(map(event, range(20)))
+    assert body.startswith(tokens) and body.endswith(DONE)
+    told = json.loads(body.removeprefix(tokens + b"data: ").removesuffix(DONE))
+    assert told["kv_transfer_params"] == {"kvconnect": {"receipt": receipt}}
+    assert seen.chunks >= 19
 
 
 @on_loop

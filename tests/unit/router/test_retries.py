@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from kvconnect.router.fleet import watch
 from kvconnect.router.requests.body import read_body
 from kvconnect.router.requests.retries import (
     LEAST_RETRIES,
@@ -152,13 +153,20 @@ async def test_the_loss_of_an_engine_of_two_is_hidden() -> None:
 
 
 @on_loop
-async def test_engines_that_refuse_connections_count_for_nothing() -> None:
+async def test_engines_that_refuse_connections_count_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One request finds three of them: all but the one that was asked last."""
+    monkeypatch.setattr(watch, "PROBE_EVERY_S", 1000.0)  # only requests find out
     engines = [FakeEngine(decodes) for _ in range(4)]
     async with bench([], engines, handoff="none") as router:
         while not all(engine.asked for engine in engines):
-            assert (await router.post(DEADLY)).status == 200
-        for engine in engines[:3]:
-            await engine.stop()
-        for _ in range(4):
-            assert (await router.post(DEADLY)).status == 200
+            reply = await router.post(DEADLY)
+            assert reply.status == 200
+        last = engines[int(reply.headers["x-kvconnect-decode"])]
+        for engine in engines:
+            if engine is not last:
+                await engine.stop()
+        assert (await router.post(DEADLY)).status == 200
+        assert await router.metric("retries_total", role="decode", cause="unreachable") == 3
         assert await router.metric("withheld_retries_total", reason="lost_again") == 0

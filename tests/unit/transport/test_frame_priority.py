@@ -100,6 +100,7 @@ def test_hand_offs_that_never_end_do_not_stop_the_sharing(monkeypatch: pytest.Mo
 
 
 def test_a_closed_queue_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FramePriority, "wait", lambda _: pytest.fail("it waits"))
     priority = FramePriority()
     share = queue(priority, first=False)
     priority.add(1)

@@ -187,7 +187,6 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
         moves(link, read_id=3)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 class _Recorded:
     """NIXL's agent, and the names of its methods that were called."""
 
