@@ -18,7 +18,7 @@ from tests.sglang.pd import decode_server, prefill_server, room, side_by_side
 from tests.sglang.server import SglangServer
 
 STREAMS, NEW = 8, 960
-LONG = 4000  # tokens of prompt and answer of somebody else's request
+LONG, ANSWER = 2400, 5600  # tokens of somebody else's request: as many as the model takes
 
 
 class Servers(NamedTuple):
@@ -139,7 +139,7 @@ def test_bad_requests_are_refused_and_no_server_is_blamed(
 
 def test_requests_go_to_the_rank_with_the_fewest_tokens(servers: Servers) -> None:
     busy, free = servers.decode
-    body = busy.body(prompt_tokens(LONG, start=30_000), LONG, stream=True, routed_dp_rank=0)
+    body = busy.body(prompt_tokens(LONG, start=30_000), ANSWER, stream=True, routed_dp_rank=0)
     body |= room(servers.prefill)
     router = servers.fleet.control
 
