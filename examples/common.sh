@@ -1,8 +1,9 @@
-# What the examples share. MODEL, HOST_BYTES and FOLDER may be set from outside.
+# What the examples share. MODEL, HOST_BYTES and FOLDER may be set from outside. offload.sh needs half as much
+# host memory again as the device's KV cache; auto is a quarter of the machine's.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}
-HOST_BYTES=${HOST_BYTES:-8GiB}
+HOST_BYTES=${HOST_BYTES:-auto}
 FOLDER=${FOLDER:-/var/tmp/kvconnect-example}
 servers=()
 

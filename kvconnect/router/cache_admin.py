@@ -48,7 +48,7 @@ _NO_ANSWER = (ConnectionLost, Exhausted, Unreachable, Refused, TimeoutError)
 _REPORT_S = 10.0  # limit of an engine's answer to /metrics
 _SHOWN = 200  # bytes of an engine's error to report
 _ADAPTER = ("extra_key", "lora_path")  # of SGLang's requests
-_FIX = "name it with events=PORT, and give its role the policy cache_aware"
+_FIX = "name it with events=PORT; give its role the policy cache_aware, or use --disaggregate auto"
 
 
 class _Tokenized(msgspec.Struct):
@@ -57,7 +57,7 @@ class _Tokenized(msgspec.Struct):
 
 class CacheAdmin:
     """Handlers of ``/cache``. ``timeout_s``: limit of each engine's answer to a prompt.
-    ``indexes``: blocks by KV events, of the roles with the policy cache_aware."""
+    ``indexes``: blocks by KV events, of the roles whose cached prefixes count."""
 
     def __init__(
         self,

@@ -249,6 +249,7 @@ async def test_without_an_index_the_answer_says_what_to_set(policy: RankingPolic
         status, said = await ask(admin)
         assert status == 400 and said["error"].startswith("events: no engine of 'tiny' reports")
         assert "cache_aware" in said["error"] and "events=PORT" in said["error"]
+        assert "--disaggregate auto" in said["error"]
 
 
 @on_loop
