@@ -34,6 +34,11 @@ TOKEN_IDS = [3, 1, 4]  # of any prompt
 DONE = b"data: [DONE]\n\n"
 
 
+_ACCEPTING = 8
+"""Turns of the loop within which asyncio gives a connection that it has accepted to the server. Who
+is cleaned up before would not close it."""
+
+
 class FakeEngine:
     """One engine; ``answer`` decides what completions get and may be replaced at any time."""
 
@@ -91,6 +96,9 @@ class FakeEngine:
 
     async def stop(self) -> None:
         if self._runner is not None:
+            await self.stop_listening()
+            for _ in range(_ACCEPTING):
+                await asyncio.sleep(0)
             await self._runner.cleanup()
             self._runner = None
 
