@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Sequence
-from math import hypot
+from math import dist
 from typing import Any
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager"
@@ -64,9 +64,10 @@ def _check(name: str, ids: list[int] | None, size: int) -> None:
 
 
 def _check_embeds(rows: Any, width: int) -> None:
+    origin = (0.0,) * width
     try:  # a length is NaN, or infinite, if a number is
-        right = all(len(row) == width and hypot(*row) <= _MOST_LENGTH for row in rows)
-    except (TypeError, OverflowError):
+        right = all(dist(row, origin) <= _MOST_LENGTH for row in rows)
+    except (TypeError, ValueError, OverflowError):  # it has another width, or no numbers
         right = False
     if not right or not rows:
         raise _refusal("input_embeds", f"one vector or more, each of {width} numbers")

@@ -136,7 +136,7 @@ class Adapters:
         trusted = bool(contents) and (late is None or late.allows(loaded, files))
         if contents and not trusted:
             text = "the files of adapter %s of %s were seen too late: its KV is not reused"
-            logger.warning(text, *name)
+            logger.warning(text, lora.lora_name, lora.lora_path)
         self._known[name] = _Adapter(loaded, files, trusted)
         self._checked[name] = trusted
         return self._known[name]

@@ -11,9 +11,9 @@ import pytest
 from kvconnect.errors import Refused
 from kvconnect.router.policy.fleet_view import EngineKind
 from kvconnect.router.requests.body import read_body
-from kvconnect.router.requests.fields import Permissions, permitted
 from kvconnect.router.requests.limits import refuse_beyond_limits
 from tests.fakes.engine import FakeEngine, bench, on_loop, says
+from tests.unit.router.refused_fields import refused, refused_as
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 PATHS = (COMPLETIONS, CHAT, GENERATE)
@@ -28,33 +28,6 @@ TOPS = {
     "/v1/responses": "top_logprobs",
 }
 SPACES = "spaces_between_special_tokens"
-
-
-def refused_as(
-    path: str,
-    sent: bytes,
-    *named: str,
-    kind: EngineKind = EngineKind.SGLANG,
-    handed_over: bool = False,
-) -> str:
-    """Return the field as which a body is refused; empty: it is not."""
-    try:
-        body = permitted(kind, path, read_body(sent), Permissions()).body
-        refuse_beyond_limits(kind, path, body, named, handed_over=handed_over)
-    except Refused as refused:
-        return refused.field
-    return ""
-
-
-def refused(
-    path: str,
-    *named: str,
-    kind: EngineKind = EngineKind.SGLANG,
-    handed_over: bool = False,
-    **fields: Any,
-) -> str:
-    sent = json.dumps(fields).encode()
-    return refused_as(path, sent, *named, kind=kind, handed_over=handed_over)
 
 
 BEYOND: list[tuple[str, Any, Any]] = [

@@ -13,27 +13,12 @@ from kvconnect.errors import Refused
 from kvconnect.router.policy.fleet_view import EngineKind
 from kvconnect.router.requests import prompt_limits
 from kvconnect.router.requests.body import read_body
-from kvconnect.router.requests.fields import Permissions, permitted
-from kvconnect.router.requests.limits import refuse_beyond_limits
 from kvconnect.router.requests.prompt_limits import refuse_many_prompts
 from tests.fakes.engine import FakeEngine, bench, on_loop, says
+from tests.unit.router.refused_fields import refused, refused_as
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 EMBEDDINGS, CLASSIFY = "/v1/embeddings", "/classify"
-
-
-def refused_as(path: str, sent: bytes, *named: str, kind: EngineKind = EngineKind.SGLANG) -> str:
-    """Return the field as which a body is refused; empty: it is not."""
-    try:
-        body = permitted(kind, path, read_body(sent), Permissions()).body
-        refuse_beyond_limits(kind, path, body, named, handed_over=False)
-    except Refused as refused:
-        return refused.field
-    return ""
-
-
-def refused(path: str, *named: str, **fields: Any) -> str:
-    return refused_as(path, json.dumps(fields).encode(), *named)
 
 
 BY_PROMPT = {
