@@ -115,7 +115,7 @@ def copies(model: Model, ranks: int) -> int:
 
 def sizing() -> str:
     """Return how much host memory what takes."""
-    many = f"tokens in 64 GiB | conversations of that length | tokens on {_RANKS} ranks"
+    many = f"tokens in 64 GiB | conversations of that length | on {_RANKS} ranks of SGLang"
     rows = [f"| model | a token | {_CONTEXT:,} tokens | {many} |", "|---|---|---|---|---|---|"]
     for model in MODELS:
         one = token_bytes(model)

@@ -1,4 +1,4 @@
-"""Memory of the host tier: an arena of equal slots that belongs to this process alone."""
+"""Memory of the host tier: an arena of equal slots."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 from kvconnect.cuda import CudaContext
 from kvconnect.errors import Misuse, TransferFailed
 from kvconnect.offload.numa import prefer_node
-from kvconnect.offload.slot_digests import SlotDigests
+from kvconnect.offload.shared_memory import KEY_BYTES
+from kvconnect.offload.slot_digests import TABLE_BYTES, SlotDigests
 from kvconnect.settings import DigestMode
 
 if TYPE_CHECKING:
     import torch
+
+    from kvconnect.offload.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +42,19 @@ _ADVICE = (
 
 
 class HostArena:
-    """``num_slots`` slots of ``slot_bytes`` bytes in one anonymous, private, populated mapping.
+    """``num_slots`` slots of ``slot_bytes`` bytes in one anonymous, populated mapping.
 
-    The kernel frees the mapping with the process, even after ``kill -9``. A shared-memory file
-    would survive, and most systems switch off huge pages for it.
+    The kernel frees the mapping with the process, even after ``kill -9``. A file in ``/dev/shm``
+    would survive. The mapping is private, since most systems have no huge pages for shared memory;
+    with ``shared``, it is that, which has :func:`arena_bytes` bytes, and digests are in it as well.
 
-    The constructor touches every page: a lack of memory shows at start, and no transfer waits for
-    a page fault. It blocks for a tenth of a second per GiB (a few seconds in a virtual machine that
-    does not have the memory yet) and logs its progress. It does not check how much memory is free;
-    the configuration does.
+    The constructor touches every page, or this process's part of them: a lack of memory shows at
+    start, and no transfer waits for a page fault. It blocks for a tenth of a second per GiB (a few
+    seconds in a virtual machine that does not have the memory yet) and logs its progress. It does
+    not check how much memory is free; the configuration does.
 
-    ``node`` is the preferred NUMA node, that of the device which the slots are copied to.
+    ``node`` is the preferred NUMA node of a private mapping, that of the device which the slots are
+    copied to.
 
     Threads: any thread may call ``seal``, ``verify``, ``view`` and ``digests``, one thread at a
     time per slot. ``pin`` and ``close`` are for the owner. The arena does not check who may write
@@ -62,21 +67,29 @@ class HostArena:
     """
 
     def __init__(
-        self, num_slots: int, slot_bytes: int, digest_mode: DigestMode, node: int | None = None
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        digest_mode: DigestMode,
+        node: int | None = None,
+        shared: SharedMemory | None = None,
     ) -> None:
         if num_slots < 1 or slot_bytes < 1 or slot_bytes % mmap.PAGESIZE:
             raise Misuse(f"no arena of {num_slots} slots of {slot_bytes} bytes can be made")
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self.nbytes = num_slots * slot_bytes
-        self.digests = SlotDigests(num_slots, digest_mode)
-        self._map: mmap.mmap | None = _map_private(self.nbytes)
+        table = memoryview(shared.mapping)[self.nbytes : -KEY_BYTES] if shared else None
+        self.digests = SlotDigests(num_slots, digest_mode, table)
+        self._map: mmap.mmap | None = shared.mapping if shared else _map_private(self.nbytes)
+        _advise(self._map)
         self._pinned: list[int] = []  # addresses of the page-locked pieces
         self._context: CudaContext | None = None
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        if node is not None:
+        if node is not None and shared is None:
             prefer_node(self.address, self.nbytes, node)
-        _populate(self._map, self.address)
+        part = shared.part(self.nbytes, shared.place) if shared else (0, self.nbytes)
+        _populate(self._map, self.address, part)
 
     def __repr__(self) -> str:
         state = "closed" if self._map is None else "pinned" if self._pinned else "open"
@@ -89,7 +102,7 @@ class HostArena:
         """
         import torch
 
-        return torch.frombuffer(self._mapping(), dtype=torch.uint8)
+        return torch.frombuffer(self._mapping(), dtype=torch.uint8, count=self.nbytes)
 
     def view(self, slot: int, nbytes: int | None = None) -> memoryview:
         """Return the first ``nbytes`` of a slot (default: all), writable, without copying.
@@ -180,35 +193,42 @@ class HostArena:
         return self._map
 
 
+def arena_bytes(num_slots: int, slot_bytes: int) -> int:
+    """Return the bytes of memory that processes share for an arena."""
+    return num_slots * (slot_bytes + TABLE_BYTES) + KEY_BYTES
+
+
 def _map_private(nbytes: int) -> mmap.mmap:
-    arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _advise(arena: mmap.mmap) -> None:
     for advice in _ADVICE:
         try:
             arena.madvise(advice)
         except OSError as error:  # the kernel lacks the feature: slower, still correct
             logger.debug("host tier: madvise(%d) refused: %s", advice, error)
-    return arena
 
 
-def _populate(arena: mmap.mmap, address: int) -> None:
-    """Have the kernel allocate every page now: in pieces, to log the progress, and by several
-    threads, since one clears a GiB in a tenth of a second."""
-    started, progress = time.monotonic(), _Progress("ready", len(arena))
+def _populate(arena: mmap.mmap, address: int, part: tuple[int, int]) -> None:
+    """Have the kernel allocate every page of a part (start, end) now: in pieces, to log the
+    progress, and by several threads, since one clears a GiB in a tenth of a second."""
+    begin, end = part
+    started, progress = time.monotonic(), _Progress("ready", end - begin)
 
     def populate(start: int) -> int:
-        nbytes = min(_POPULATE_PIECE_BYTES, len(arena) - start)
+        nbytes = min(_POPULATE_PIECE_BYTES, end - start)
         _populate_piece(arena, address, start, nbytes)
         return nbytes
 
     threads = min(_POPULATE_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, "kvconnect-populate") as pool:
         done = 0
-        for nbytes in pool.map(populate, range(0, len(arena), _POPULATE_PIECE_BYTES)):
+        for nbytes in pool.map(populate, range(begin, end, _POPULATE_PIECE_BYTES)):
             done += nbytes
             progress.show(done)
-    logger.info(
-        "host tier: %.1f GiB ready in %.1f s", len(arena) / _GIB, time.monotonic() - started
-    )
+    gib, seconds = (end - begin) / _GIB, time.monotonic() - started
+    logger.info("host tier: %.1f GiB ready in %.1f s", gib, seconds)
 
 
 class _Progress:

@@ -1,7 +1,7 @@
 """Digests of slots, which prove that the bytes loaded are the bytes stored.
 
 XXH3-64 is not cryptographic. It detects accidents (bit flips, stray writes, swapped slots), the
-only danger to memory that only this process writes. On uncached 1 MiB blocks and one core, it reads
+only danger to memory that only one process writes. On uncached 1 MiB blocks and one core, it reads
 at 2.3 times the speed of memcpy; blake3 reaches 0.8, zlib.crc32 0.34 and hashlib.blake2b 0.13 of
 memcpy. ``kvconnect.copy.native`` copies faster than memcpy, so digests of every block still halve
 the bytes that one core can store (``digest_full_cost``).
@@ -9,7 +9,6 @@ the bytes that one core can store (``digest_full_cost``).
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
 from kvconnect.errors import ConfigError, Corrupt, Misuse
@@ -17,6 +16,8 @@ from kvconnect.settings import DigestMode
 
 _PERIOD: dict[DigestMode, int] = {"off": 0, "sampled": 16, "full": 1}
 """Slots per digest; 0 for no digests."""
+TABLE_BYTES = 10
+"""Bytes of a slot's entry in the table of digests."""
 
 
 class SlotDigests:
@@ -28,17 +29,21 @@ class SlotDigests:
     ``sampled`` picks slots by slot number plus number of stores to the slot. So at any time a
     sixteenth of the slots has digests, and each slot has a digest in one of 16 uses.
 
+    ``table``: memory for them that other processes read, ``TABLE_BYTES`` zeros for each slot.
+
     Threads: different slots may be sealed and verified at the same time; hashing releases the GIL.
     Raises :class:`ConfigError` if the mode is unknown or the hash library is missing.
     """
 
-    def __init__(self, num_slots: int, mode: DigestMode) -> None:
+    def __init__(self, num_slots: int, mode: DigestMode, table: memoryview | None = None) -> None:
         if mode not in _PERIOD:
             raise ConfigError("digest", mode, f"use one of {', '.join(_PERIOD)}")
         self._period = _PERIOD[mode]
-        self._turn = bytearray(num_slots)  # stores so far, modulo the period
-        self._digest = array("Q", bytes(8 * num_slots))
-        self._sealed = bytearray(num_slots)
+        table = memoryview(bytearray(TABLE_BYTES * num_slots)) if table is None else table
+        digests = 8 * num_slots
+        self._digest = table[:digests].cast("Q")
+        self._turn = table[digests : digests + num_slots]  # stores so far, modulo the period
+        self._sealed = table[digests + num_slots :]
         fix = "install xxhash, or set it to 'off'"
         self._hash = load_hash("digest", mode, fix) if self._period else _no_hash
 

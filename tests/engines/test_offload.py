@@ -193,6 +193,22 @@ def test_two_ranks() -> None:
         assert_aborts_leave_nothing_behind(server, want)
 
 
+def test_ranks_with_the_same_kv_keep_it_once(tmp_path: Path) -> None:
+    """Latent attention has no heads to divide: one rank stores, and both load."""
+    want = expected("deepseek_v2", tp=2)
+    disk = {"path": str(tmp_path), "capacity": "256MiB"}
+    connector = kv_transfer(host_bytes=HOST, digest="full", disk=disk)
+    with Server("deepseek_v2", connector, tp=2) as server:
+        assert tokens(ask(server)) == want.fresh
+        assert tokens(ask(server)) == want.cached
+        server.settle()
+        assert hit_tokens(server) == COUNT * FULL
+        stored = server.metric("vllm:kvconnect_transfer_bytes_total", **GPU_TO_CPU)
+        assert server.metric("vllm:kvconnect_transfer_bytes_total", **CPU_TO_GPU) == 2 * stored
+        assert_nothing_leaks(server)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["dp0-rank0"]
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_negative_control_ranks_that_share_their_files_get_other_tokens(
     tp: int, tmp_path: Path

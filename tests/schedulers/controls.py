@@ -13,6 +13,7 @@ from kvconnect.engines.vllm.connector import KVConnect
 from kvconnect.engines.vllm.device_blocks import DeviceBlocks
 from kvconnect.engines.vllm.weights import EngineWeights
 from kvconnect.offload.planner import OffloadPlan
+from kvconnect.offload.shared_memory import MemoryOffer, SharedMemory
 from kvconnect.transport import page_io
 from tests.engines.faulty import send_swapped
 from tests.schedulers import engine
@@ -43,6 +44,19 @@ def swapped_keys() -> Iterator[None]:
         return get(store, keys, list(buffers)[::-1])
 
     with patch.object(FaultyStore, "get", swap):
+        yield
+
+
+@contextmanager
+def unshared_tier() -> Iterator[None]:
+    """Ranks that leave stores to another one load from memory of their own."""
+
+    def own(offer: MemoryOffer, nbytes: int, place: int, places: int) -> SharedMemory:
+        memory = SharedMemory.make(nbytes, places)
+        memory.place = place
+        return memory
+
+    with patch.object(SharedMemory, "open", own):
         yield
 
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvconnect.engines.vllm import tier_stores
 from kvconnect.engines.vllm.connector import KVConnect
+from kvconnect.offload.shared_memory import SharedMemory
 from tests.schedulers.checks import Stuck, WrongTokens, watch_cost_model
 from tests.schedulers.contents import VOCABULARY, KnownText, continuation
 from tests.schedulers.faults import Faults, FaultyCopier, FaultyStore
@@ -103,7 +105,10 @@ class Engine:
         function = get_hash_fn_by_name("sha256")
         init_none_hash(function)
         self._hasher = get_request_block_hasher(hashed, function)
+        self._memories: list[SharedMemory] = []
         self.workers = [self._start_worker(rank, config, cache) for rank in range(shape.tp)]
+        for memory in self._memories:
+            memory.close()
         self.connector.scheduler.greet(
             {(0, rank): worker.worker.hello() for rank, worker in enumerate(self.workers)}
         )
@@ -127,6 +132,7 @@ class Engine:
         own.parallel_config.rank = rank
         connector = KVConnect(own, KVConnectorRole.WORKER, cache)
         make = connector.worker.make_copier
+        connector.worker.share_memory = partial(self._share_memory, rank)  # type: ignore[method-assign]
         connector.worker.make_copier = lambda *args: FaultyCopier(make(*args), self.faults)  # type: ignore[method-assign,assignment,return-value]
         make_disk = tier_stores.make_disk
         with patch.object(
@@ -134,6 +140,14 @@ class Engine:
         ):
             connector.register_kv_caches(self.model.views(rank))
         return connector
+
+    def _share_memory(self, rank: int, replicas: int, _: int, nbytes: int, node: int) -> Any:
+        """Share a host tier as ranks do that are processes, one after the other."""
+        assert (replicas, node) == (self.shape.replicas, -1)
+        if not rank % replicas:
+            self._memories.append(SharedMemory.make(nbytes, replicas))
+            return self._memories[-1]
+        return SharedMemory.open(self._memories[-1].offer(), nbytes, rank % replicas, replicas)
 
     def _count(self) -> None:
         """Keep what the scheduler's half counts, which the engine would publish."""

@@ -83,9 +83,10 @@ def _sharing_shapes(random: Random, stack: ExitStack, changes: Any) -> list[Engi
 
 
 def _knows_all(engine: Engine) -> bool:
-    """Whether each rank of an engine has met all workers that it asks."""
+    """Whether each rank of an engine that shares has met all workers that do."""
     sources = [found for rank in engine.workers for found in parts_of(rank.worker, CacheSources)]
-    return all(len(each) == engine.shape.tp for each in sources)
+    workers = engine.shape.tp // engine.shape.replicas
+    return all(len(each) == workers for each in sources)
 
 
 def free_ports(count: int) -> list[int]:

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, SlidingWindowSpec
 
 from tests.schedulers.contents import GARBAGE, KnownText, next_token, tag
-from tests.schedulers.shapes import LAYERS, ROW, EngineShape
+from tests.schedulers.shapes import HEADS, LAYERS, ROW, EngineShape
 
 Tables = Mapping[str, Sequence[Sequence[int]]]
 
@@ -164,8 +164,8 @@ class Model:
             yield from self._read(work, (first, rank), layer, memory)
 
     def _tags(self, rank: int, layer: int) -> Any:
-        heads = self._shape.heads
-        return np.array([tag(layer, rank * heads + head) for head in range(heads)], dtype=np.int32)
+        first, heads = rank * HEADS // self._shape.tp, self._shape.heads
+        return np.array([tag(layer, first + head) for head in range(heads)], dtype=np.int32)
 
     def _write(self, work: Work, rank: int, layer: int, memory: Any) -> None:
         table = work.tables[self._groups[LAYERS[layer]]]

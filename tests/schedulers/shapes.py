@@ -46,8 +46,8 @@ Kind = Literal["full", "windows", "states"]
 @dataclass(frozen=True)
 class EngineShape:
     """What an engine is like. Both layers are of full attention, or the second one has a window or
-    states. ``slots``: blocks of the host tier. ``overlap``: asynchronous scheduling. ``settings``:
-    KVConnect's."""
+    states. ``slots``: blocks of the host tier. With ``tp`` 4, two ranks have the same KV.
+    ``overlap``: asynchronous scheduling. ``settings``: KVConnect's."""
 
     kind: Kind = "full"
     blocks: int = 40
@@ -64,7 +64,13 @@ class EngineShape:
     @property
     def heads(self) -> int:
         """Heads of a rank."""
-        return HEADS // self.tp
+        return max(1, HEADS // self.tp)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that share a host tier. Those of models with states or drafts do not."""
+        alone = self.kind == "states" or self.drafts
+        return 1 if alone else max(1, self.tp // HEADS)
 
     @property
     def layer_bytes(self) -> int:
@@ -128,7 +134,7 @@ def _model() -> ModelConfig:
 def vllm_config(shape: EngineShape) -> VllmConfig:
     """Return vLLM's configuration of an engine. Its host tier has ``shape.slots`` slots."""
     settings = {
-        "host_bytes": shape.slot_bytes * shape.slots * shape.tp,
+        "host_bytes": shape.slot_bytes * shape.slots * shape.tp // shape.replicas,
         "deadline_s": 3.0,
         "lease_s": 1.0,
         "transport": "tcp",

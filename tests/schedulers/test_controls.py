@@ -26,6 +26,7 @@ CONTROLS: list[tuple[controls.Control, type[Fault], Callable[..., object], dict[
     (controls.updates_unseen, WrongTokens, run_alone, {**DISK, "resets": True}),
     (controls.nothing_held, WrongTokens, run_alone, {**SMALL, "late": 8}),
     (controls.stored_early, WrongTokens, run_alone, SMALL),
+    (controls.unshared_tier, WrongTokens, run_alone, {**SMALL, **UNCHECKED, "tp": 4, "drafts": 0}),
     (controls.salts_ignored, WrongTokens, run_alone, DISK),
     (
         controls.swapped_pages,

@@ -6,7 +6,7 @@ Costs are counted in lines of Python that run, never in seconds.
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +19,11 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from kvconnect.engines.vllm.connector import KVConnect
+from kvconnect.offload.copy_executor import FinishedCopy
 from kvconnect.offload.eviction import s3fifo
+from kvconnect.offload.host_tier import HostTier
 from kvconnect.tiers import search
+from kvconnect.types import TransferType
 from tests.schedulers.checks import WrongStep, WrongTokens, check_at_rest, watch_cost_model
 from tests.schedulers.engine import Engine, Prompt
 from tests.schedulers.fleets import Pair
@@ -264,6 +267,39 @@ def test_parameters_that_are_no_object_do_not_end_the_core(params: object) -> No
         engine.connector.on_new_request(request)
         request.kv_transfer_params = None  # vLLM itself wants an object or nothing
         engine.drain()
+
+
+def test_ranks_with_the_same_kv_keep_it_once(tmp_path: Path) -> None:
+    prompt = Prompt(tokens(Random(2), 6 * BLOCK + 1), new=1)
+    with made(tp=4, blocks=ROOMY, slots=20, settings=disk(tmp_path)) as engine:
+        halves = [worker.worker for worker in engine.workers]
+        copied = [copies_of(half.tier) for half in halves]
+        for req_id in ("first", "second"):
+            engine.run(req_id, prompt)
+            engine.drain()
+            assert engine.forget_device()
+        check_at_rest(engine)
+        assert [half.tier.store.num_slots for half in halves] == [20] * 4
+        assert [half._tiers is not None for half in halves] == [True, False] * 2
+        block = engine.shape.slot_bytes
+        assert engine.connector.scheduler._slot_bytes == 2 * block
+    stored, loaded = TransferType.GPU_TO_CPU, TransferType.CPU_TO_GPU
+    assert [moved[stored] for moved in copied] == [6 * block, 0, 6 * block, 0]
+    assert [moved[loaded] for moved in copied] == [6 * block] * 4
+
+
+def copies_of(tier: HostTier) -> Counter[TransferType]:
+    """Count the bytes that a tier copies from now on."""
+    counted, poll = Counter[TransferType](), tier.poll
+
+    def count() -> list[FinishedCopy]:
+        done = poll()
+        for each in done:
+            counted[each.kind] += each.nbytes
+        return done
+
+    tier.poll = count  # type: ignore[method-assign]
+    return counted
 
 
 # What is learned of steps -----------------------------------------------------------------------

@@ -89,7 +89,7 @@ def random_shape(random: Random, **changes: Any) -> EngineShape:
         kind=kind,
         blocks=random.choice((20, 24, 40)),
         slots=random.choice((6, 20, 60, 120)),
-        tp=random.choice((1, 1, 2)),
+        tp=random.choice((1, 1, 1, 2, 2, 4)),
         overlap=random.random() < 0.5,
         order=random.choice(("fcfs", "priority")),
         step_tokens=random.choice((32, 48, 128)),

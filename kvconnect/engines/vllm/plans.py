@@ -70,7 +70,8 @@ def make_tiers(
 ) -> TierScheduler | None:
     if not settings.has_tiers:
         return None
-    sizes = len(hellos), sum(hello.slot_bytes for hello in hellos.values())
+    storing = [hello.slot_bytes for hello in hellos.values() if hello.stores]
+    sizes = len(storing), sum(storing)
     return TierScheduler(settings, plan, sizes, adapters, shares)
 
 

@@ -121,7 +121,8 @@ class ConnectorScheduler:
         self.handoff.greet(hellos, alone)
         self._weights.greet({place: hello.identity for place, hello in hellos.items()})
         gib = num_slots * self._slot_bytes / 2**30
-        logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, workers)
+        storing = sum(hello.stores for hello in hellos.values())
+        logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, storing)
 
     def _make_plan(
         self, num_slots: int, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats

@@ -46,7 +46,7 @@ class ShareTickets:
         """Take the addresses of the workers of ``engine``, which is this one."""
         found = endpoints_of({place: hello.serves for place, hello in hellos.items()})
         signs = bool(self._keys.current()[0]) and 0 < len(found) <= MOST_SHARING
-        serves = signs and len(found) == len(hellos)
+        serves = signs and len(found) == sum(hello.stores for hello in hellos.values())
         self._own = replace(engine, endpoints=found) if serves else None
 
     def add_request(self, req_id: str, params: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ class _Step(NamedTuple):
 
 class TierScheduler:
     """Owned by the scheduler's thread. ``host``: the engine's plan of its host tier. ``sizes``:
-    (workers, bytes of a block over all workers)."""
+    (workers that store, bytes of a block over all of these)."""
 
     def __init__(
         self,

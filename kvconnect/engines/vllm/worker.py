@@ -14,10 +14,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvconnect import memory, threads
 from kvconnect.cache.groups import keeps_prefix
+from kvconnect.cache.layout import Geometry
 from kvconnect.copy import make_copier
 from kvconnect.disaggregation.agent import HandoffAgent
 from kvconnect.engines.vllm import translate
 from kvconnect.engines.vllm.disaggregation_worker import FormerAgent, make_handoffs
+from kvconnect.engines.vllm.kv_replicas import kv_replicas, share_memory
 from kvconnect.engines.vllm.messages import (
     LookedAtWeights,
     StepInstructions,
@@ -30,8 +32,11 @@ from kvconnect.engines.vllm.stats import KVConnectStats
 from kvconnect.engines.vllm.tier_stores import make_lower_tiers
 from kvconnect.engines.vllm.weights import WorkerWeights
 from kvconnect.errors import Misuse
+from kvconnect.offload.host_arena import arena_bytes
 from kvconnect.offload.host_tier import HostTier
 from kvconnect.offload.messages import JobReport, LoadBlocks
+from kvconnect.offload.numa import device_node
+from kvconnect.offload.shared_memory import SharedMemory
 from kvconnect.protocol.identity import Identity
 from kvconnect.settings import Settings
 from kvconnect.settings.host_memory import check_fits, share_of_host_bytes
@@ -54,10 +59,11 @@ def _may_wait(parallel: ParallelConfig) -> bool:
 class ConnectorWorker:
     """Owned by the worker's main thread; copies and transfers run on threads of their own.
 
-    Fault injection replaces ``make_copier`` before :meth:`register`.
+    Tests replace ``make_copier`` and ``share_memory`` before :meth:`register`.
     """
 
     make_copier = staticmethod(make_copier)
+    share_memory = staticmethod(share_memory)
 
     def __init__(
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings
@@ -106,17 +112,19 @@ class ConnectorWorker:
                 area,
                 self.make_copier,
                 self._settings.store_rate,
+                self._shared_memory(share, geometry, area.device),
             )
             places = translate.cache_layers(self._kv_cache_config, kv_caches, geometry)
             self._tier.executor.sync.layers = places
-            self._tiers = make_lower_tiers(
-                self._vllm_config,
-                self._kv_cache_config,
-                self._settings,
-                kv_caches,
-                (self._tier.store, geometry),
-                self._port,
-            )
+            if self._tier.stores:  # for the others too
+                self._tiers = make_lower_tiers(
+                    self._vllm_config,
+                    self._kv_cache_config,
+                    self._settings,
+                    kv_caches,
+                    (self._tier.store, geometry),
+                    self._port,
+                )
             if self._tiers is not None:
                 self._tiers.news = self._news
         mixes = self._settings.mix_weights
@@ -148,10 +156,10 @@ class ConnectorWorker:
         if self._tiers is not None:
             self._tiers.set_identity(self._identity)
         self._start_agent()
-        agent, store = self._agent, self._tier.store if self._tier else None
+        agent, tier = self._agent, self._tier
         return WorkerHello(
-            num_slots=store.num_slots if store else 0,
-            slot_bytes=store.slot_bytes if store else 0,
+            num_slots=tier.store.num_slots if tier else 0,
+            slot_bytes=tier.store.slot_bytes if tier and tier.stores else 0,
             address=agent.address if agent else None,
             receives=agent is not None,
             serves=self._tiers.address if self._tiers else None,
@@ -324,6 +332,18 @@ class ConnectorWorker:
             self._tiers.close()
         if self._tier is not None:
             self._tier.close()
+
+    def _shared_memory(
+        self, share: int, geometry: Geometry, device: torch.device
+    ) -> SharedMemory | None:
+        """Return memory for the host tier of this worker and those with the same KV, if any."""
+        replicas = kv_replicas(self._vllm_config, self._kv_cache_config)
+        slots = share * replicas // geometry.slot_bytes
+        if replicas == 1 or not slots:
+            return None
+        nbytes, node = arena_bytes(slots, geometry.slot_bytes), device_node(device)
+        at = -1 if node is None else node
+        return self.share_memory(replicas, slots * geometry.slot_bytes, nbytes, at)
 
     def _start_agent(self) -> None:
         self._agent = self._agent or self._make_agent(identity=self._identity)
