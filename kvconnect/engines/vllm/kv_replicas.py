@@ -1,5 +1,4 @@
-"""Tensor-parallel ranks of vLLM that have the same KV share one host tier: which ones these are, and
-how they get its memory."""
+"""Which tensor-parallel ranks of vLLM have the same KV, and how they share memory to keep it once."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def kv_replicas(config: VllmConfig, cache: KVCacheConfig) -> int:
-    """Return how many tensor-parallel ranks in a row, on one machine, have the same KV in all layers:
-    those of latent attention, and those of models with fewer KV heads than ranks."""
+    """Return how many tensor-parallel ranks in a row, on one machine, have the same KV in all
+    layers: those of latent attention, and those of models with fewer KV heads than ranks."""
     parallel = config.parallel_config
     same: int = cache.kv_tp_replicas  # of latent attention only
     if same == 1 and parallel.decode_context_parallel_size == 1:
