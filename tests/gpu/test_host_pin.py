@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvconnect.cache.layout import ByteRun, Geometry, GroupGeometry
-from kvconnect.offload.host_arena import HostArena
+from kvconnect.offload.host_arena import HostArena, arena_bytes
+from kvconnect.offload.shared_memory import SharedMemory
 
 torch = pytest.importorskip("torch")
 
@@ -15,13 +16,14 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_blocks_come_back_from_the_arena(pinned: bool) -> None:
+@pytest.mark.parametrize(("pinned", "is_shared"), [(True, False), (False, False), (True, True)])
+def test_blocks_come_back_from_the_arena(pinned: bool, is_shared: bool) -> None:
     from kvconnect.copy import make_copier
 
     block, num_blocks = 64 << 10, 16
     geometry = Geometry((GroupGeometry((ByteRun(0, block, block),), num_blocks),))
-    store = HostArena(num_blocks, geometry.slot_bytes, "full")
+    shared = SharedMemory.make(arena_bytes(num_blocks, block), 2) if is_shared else None
+    store = HostArena(num_blocks, geometry.slot_bytes, "full", shared=shared)
     assert not store.tensor().is_pinned()  # negative control
     if pinned:
         assert store.pin()

@@ -1,4 +1,4 @@
-"""Which tensor-parallel ranks of vLLM have the same KV, and how they share memory to keep it once."""
+"""Which tensor-parallel ranks of vLLM have the same KV, and the memory in which they keep it once."""
 
 from __future__ import annotations
 
