@@ -1,4 +1,4 @@
-"""Which tensor-parallel ranks of vLLM have the same KV, and the memory in which they keep it once."""
+"""Which tensor-parallel ranks of vLLM have the same KV, and the memory that they share for it."""
 
 from __future__ import annotations
 
