@@ -159,9 +159,7 @@ class Membership:
 
     def _adopt(self, engine: Engine, source: str) -> Watcher:
         index = self._indexes.get(engine.role)
-        computes = engine.role is Role.PREFILL or self._fleet.unified
-        shares = computes and index is not None
-        watcher = Watcher(engine, self._pool, self._metrics, shares=shares)
+        watcher = Watcher(engine, self._pool, self._metrics, shares=index is not None)
         self._watchers[engine], self._source[engine] = watcher, source
         if engine.spec.events:
             self._read_events(engine)

@@ -5,13 +5,14 @@ Prefill and decode are chosen together: only engines that can use each other's K
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from kvconnect.protocol.options import SOURCE
+from kvconnect.router.policy.block_sources import source_ticket
 from kvconnect.router.policy.expected_ttft import (
     Disaggregate,
     ExpectedTtft,
@@ -37,9 +38,6 @@ from kvconnect.router.policy.serving import available
 
 Cause = Literal["unreachable", "lost", "error"]
 """Why a request to an engine failed: no connection or a broken one, or an error response."""
-SOURCE_MIN_TOKENS = 256
-"""More tokens that a source must have than the chosen target: asking it takes a step of the engine,
-in which fewer are computed."""
 
 
 class Mode(StrEnum):
@@ -226,7 +224,7 @@ def choose(
     if alone and decode:
         reason = RoutingReason.API if request.decode_only else RoutingReason.UNIFIED
         found = choose_target(decode, request, Role.DECODE, rules)
-        found = _with_source(found, decode, request.hits.get(Role.DECODE, {}))
+        found = _with_source(view, request, failed, Role.DECODE, found)
         return RoutingChoice(Mode.PLAIN, reason, None, found)
     several = [] if request.single else [e for e in decode if e.kind is not EngineKind.SGLANG]
     if several:
@@ -239,6 +237,9 @@ def choose(
     group = best_group(view, others, decode, request.turn)
     group = group or best_group(view, prefill, decode, request.turn)
     pair = None if group is None else _choose_pair(group, request, failed, rules)
+    if pair is not None and pair.prefill is not None:
+        computing = _with_source(view, request, failed, Role.PREFILL, pair.prefill)
+        pair = pair._replace(prefill=computing)
     return _choose_way(view, request, failed, rules, decode, pair)
 
 
@@ -261,7 +262,7 @@ def _choose_way(
         return pair and pair._replace(handoff=HandoffDecision(True, why))
     kept = [engine for engine in decode if engine.index == request.keep]
     found = choose_target(kept or decode, request, Role.DECODE, rules)
-    found = _with_source(found, decode, request.hits.get(Role.DECODE, {}))
+    found = _with_source(view, request, failed, Role.DECODE, found)
     alone = RoutingChoice(Mode.PLAIN, RoutingReason.ALONE, None, found)
     if rule is Disaggregate.NEVER:
         return alone._replace(handoff=HandoffDecision(False, why))
@@ -328,7 +329,6 @@ def _choose_pair(
         request = request._replace(turn=group.turn)
     warm = [] if request.warm is None else [e for e in group.prefill if e.index == request.warm]
     prefill = choose_target(warm or group.prefill, request, Role.PREFILL, rules)
-    prefill = _with_source(prefill, group.prefill, request.hits.get(Role.PREFILL, {}))
     engine = next(e for e in group.prefill if e.index == prefill.target.engine)
     partners = [e for e in kept or group.decode if not engine.is_same(e)] or group.decode
     decode = choose_target(partners, request, Role.DECODE, rules)
@@ -365,23 +365,22 @@ def choose_target(
 
 
 def _with_source(
-    chosen: TargetChoice, engines: Sequence[EngineView], hits: Mapping[Target, CacheHit]
+    view: FleetView,
+    request: RoutedRequest,
+    failed: FailedTargets,
+    role: Role,
+    chosen: TargetChoice,
 ) -> TargetChoice:
-    """Return the choice with the share ticket of the target that has the most of the prompt, if
-    that is clearly more than the chosen one has. An engine without a ticket reads from none."""
-    if not hits:
+    """Return the choice with the engine to read the prompt's blocks from, if there is one."""
+    if not any(request.hits.values()):
         return chosen
-    tickets = {
-        target: (hits.get(target, CacheHit()).readable, -load.own, ticket)
-        for engine in engines
-        for target, load in engine.targets
-        if (ticket := engine.share_ticket(target.rank))
+    engines = {
+        Role.PREFILL: available(view.prefill, failed.prefill, request.model, request.kinds),
+        Role.DECODE: available(view.decode, failed.decode, request.model, request.kinds),
     }
-    if chosen.target not in tickets:
-        return chosen
-    readable, _, ticket = max(tickets.values())
-    more = readable - chosen.hit >= SOURCE_MIN_TOKENS
-    return chosen._replace(source=ticket) if more else chosen
+    own = next(e for e in engines[role] if e.index == chosen.target.engine)
+    where = own, chosen.target
+    return chosen._replace(source=source_ticket(engines, request.hits, where, chosen.hit))
 
 
 def _handover_mode(

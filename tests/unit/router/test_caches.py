@@ -365,5 +365,7 @@ async def test_share_tickets_are_renewed_where_caches_are_looked_at(
     p.standing_ticket_lifetime_s = 0.1
     async with bench([p], [d], prefill_policy=policy, decode_policy=policy):
         await until(lambda: p.standing_tickets >= 4)
-        assert (p.share_tickets >= 3) is fetched
-        assert d.share_tickets == 0, "a decode engine receives what it lacks"
+        if fetched:
+            await until(lambda: min(p.share_tickets, d.share_tickets) >= 3)
+        else:
+            assert (p.share_tickets, d.share_tickets) == (0, 0)

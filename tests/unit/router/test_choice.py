@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.errors import Refused
+from kvconnect.router.policy.block_sources import SOURCE_MIN_TOKENS
 from kvconnect.router.policy.choice import (
     MODES,
-    SOURCE_MIN_TOKENS,
     FailedTargets,
     Mode,
     RoutedRequest,
@@ -141,6 +141,32 @@ def test_a_source_is_one_rank_of_an_engine() -> None:
     hits = {Role.DECODE: {Target(0, 1): CacheHit(900, 900.0, 900)}}
     found = chosen(view, rules, tokens=1000, hits=hits).decode
     assert (found.target, found.source) == (Target(0, 0), "b")
+
+
+def test_a_source_may_have_the_other_role() -> None:
+    """A decode engine has the KV of its answers, and a prefill engine what it handed off."""
+    much = CacheHit(900, 900.0, 900)
+    auto = RoutingRules(disaggregate=Disaggregate.AUTO)
+
+    def sources(role: Role, decode: EngineView, alone: Disaggregate) -> tuple[str, str]:
+        prefill = engine(0, name="p", share_tickets=("of p",))
+        hits = {each: {Target(0): much} if each is role else {} for each in Role}
+        view = FleetView((prefill,), (decode,), alone=True)
+        found = chosen(view, auto, tokens=1000, hits=hits, disaggregate=alone)
+        return found.prefill.source if found.prefill else "", found.decode.source
+
+    never, always = Disaggregate.NEVER, Disaggregate.ALWAYS
+    decode = engine(0, name="d", share_tickets=("of d",))
+    assert sources(Role.PREFILL, decode, never) == ("", "of p")
+    assert sources(Role.DECODE, decode, always) == ("of d", "")
+    assert sources(Role.DECODE, decode, never) == ("", "")
+    assert sources(Role.PREFILL, decode, always) == ("", "")
+    silent = engine(0, name="d")
+    assert sources(Role.PREFILL, silent, never) == ("", ""), "it cannot read"
+    same = engine(0, name="p", share_tickets=("of p",))
+    assert sources(Role.PREFILL, same, never) == ("", ""), "one server, in two roles"
+    other = engine(0, name="d", share_tickets=("of d",), version="2", models=frozenset({"m"}))
+    assert sources(Role.PREFILL, other, never) == ("", ""), "its KV may be another one"
 
 
 def test_versions_and_engines_pair_only_with_their_like() -> None:
