@@ -57,7 +57,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         transfer: transfer id of 16 bytes; empty on a standing ticket, as each request has its own,
             and where nothing is handed off.
         engine_id, epoch: the issuer and its incarnation.
-        endpoints: addresses of the issuer's workers, one per rank of ``tp`` x ``pp``.
+        endpoints: addresses of the issuer's workers, one per rank of ``tp`` x ``pp``; of the scope
+            ``share``, of those ranks that serve blocks.
         tokens: prompt tokens that are offered; 0 without ``transfer``.
         expires: Unix time in seconds.
         peer: the only engine that may use the ticket; None allows any.
@@ -155,11 +156,11 @@ def _unseal(text: object, keys: Sequence[bytes]) -> Ticket:
 
 
 def _check_endpoints(ticket: Ticket) -> None:
-    # The count is checked first: a short ticket can name a million ranks.
-    fits = len(ticket.endpoints) == ticket.tp * ticket.pp
-    if not fits or sorted((e.tp_rank, e.pp_rank) for e in ticket.endpoints) != [
-        (tp, pp) for tp in range(ticket.tp) for pp in range(ticket.pp)
-    ]:
+    places = {(e.tp_rank, e.pp_rank) for e in ticket.endpoints}
+    ranks = ticket.tp * ticket.pp  # a short ticket can name a million
+    all_there = len(places) == ranks or (ticket.scope is Scope.SHARE and places)
+    exist = all(0 <= tp < ticket.tp and 0 <= pp < ticket.pp for tp, pp in places)
+    if len(ticket.endpoints) != len(places) or not all_there or not exist:
         raise _refused(
             f"has {len(ticket.endpoints)} addresses that are not one each for {ticket.tp} tensor "
             f"parallel ranks in {ticket.pp} pipeline stages"

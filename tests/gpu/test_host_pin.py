@@ -28,6 +28,11 @@ def test_blocks_come_back_from_the_arena(pinned: bool, is_shared: bool) -> None:
     if pinned:
         assert store.pin()
         assert store.tensor().is_pinned()
+    reader = store
+    if shared is not None:  # as another rank has it
+        memory = SharedMemory.open(shared.offer(), len(shared.mapping), 1, 2)
+        reader = HostArena(num_blocks, geometry.slot_bytes, "full", shared=memory)
+        assert reader.pin()
 
     size = (block * num_blocks,)
     area = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda")
@@ -38,12 +43,14 @@ def test_blocks_come_back_from_the_arena(pinned: bool, is_shared: bool) -> None:
     for slot in ids:
         store.seal(slot, block)
     area.zero_()
-    copier.load(0, ids, ids[::-1])
+    loader = make_copier(area, reader.tensor(), geometry)
+    loader.load(0, ids, ids[::-1])
     assert torch.equal(area, expected)
     for slot in ids:
-        store.verify(slot, block)
+        reader.verify(slot, block)
 
     store.view(0)[0] ^= 1  # negative control
-    copier.load(0, ids, ids[::-1])
+    loader.load(0, ids, ids[::-1])
     assert not torch.equal(area, expected)
+    reader.close()
     store.close()

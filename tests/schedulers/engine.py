@@ -141,9 +141,12 @@ class Engine:
             connector.register_kv_caches(self.model.views(rank))
         return connector
 
-    def _share_memory(self, rank: int, replicas: int, _: int, nbytes: int, node: int) -> Any:
+    def _share_memory(
+        self, rank: int, replicas: int, sizes: Callable[[int], tuple[int, int]], node: int
+    ) -> SharedMemory:
         """Share a host tier as ranks do that are processes, one after the other."""
         assert (replicas, node) == (self.shape.replicas, -1)
+        nbytes, _ = sizes(replicas)
         if not rank % replicas:
             self._memories.append(SharedMemory.make(nbytes, replicas))
             return self._memories[-1]

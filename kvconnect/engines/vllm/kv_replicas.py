@@ -2,79 +2,111 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
-from kvconnect.engines.vllm.handoff_pages import total_kv_heads
-from kvconnect.errors import Incompatible
-from kvconnect.offload.shared_memory import NO_MEMORY, SharedMemory
+from kvconnect.offload.shared_memory import NO_MEMORY, MemoryOffer, SharedMemory
 
 logger = logging.getLogger(__name__)
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OF_HEADS = re.compile(r"(kv|key_value)_?heads|heads_in_group|(attention|query)_groups?")
+_HEADS = "num_key_value_heads"
+
 
 def kv_replicas(config: VllmConfig, cache: KVCacheConfig) -> int:
-    """Return how many tensor-parallel ranks in a row, on one machine, have the same KV in all
-    layers: those of latent attention, and those of models with fewer KV heads than ranks."""
+    """Return how many tensor-parallel ranks in a row have the same KV in all layers: those of
+    latent attention, and those of models with fewer KV heads than ranks."""
     parallel = config.parallel_config
     same: int = cache.kv_tp_replicas  # of latent attention only
-    if same == 1 and parallel.decode_context_parallel_size == 1:
-        same = _ranks_of_a_head(config, cache)
-    return math.gcd(same, parallel.local_world_size)
+    if parallel.tensor_parallel_size == 1 or same > 1 or parallel.decode_context_parallel_size > 1:
+        return same
+    return _ranks_of_a_head(config, cache)
 
 
 def _ranks_of_a_head(config: VllmConfig, cache: KVCacheConfig) -> int:
-    if config.speculative_config is not None:  # the draft model's heads may be others
-        return 1
+    """Return how many ranks have the same heads; 1 if layers may differ in their number of heads:
+    those of a draft model, or those of models that name it in more than one place."""
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
-    if not all(type(spec) in (FullAttentionSpec, SlidingWindowSpec) for spec in specs):
+    fields = config.model_config.hf_text_config.to_dict()
+    if config.speculative_config is not None or list(_fields_of_heads(fields)) != [_HEADS]:
         return 1
-    try:
-        heads = {total_kv_heads(config, spec) for spec in specs}
-    except Incompatible:  # layers differ
+    heads, ranks = fields.get(_HEADS), config.parallel_config.tensor_parallel_size
+    if not isinstance(heads, int) or heads != config.model_config.get_total_num_kv_heads():
         return 1
-    ranks = config.parallel_config.tensor_parallel_size
-    if any(ranks % total for total in heads):
+    known = all(type(spec) in (FullAttentionSpec, SlidingWindowSpec) for spec in specs)
+    if not known or heads >= ranks or ranks % heads:
         return 1
-    return math.gcd(*(ranks // total for total in heads))
+    return ranks // heads if {spec.num_kv_heads for spec in specs} == {1} else 1
 
 
-def share_memory(replicas: int, slots_bytes: int, nbytes: int, node: int) -> SharedMemory | None:
-    """Share ``nbytes`` of memory among ``replicas`` ranks; None if one of them cannot reach it. All
-    tensor-parallel ranks call this, with the same numbers, and wait for one another.
+def _fields_of_heads(fields: Any) -> Iterator[str]:
+    """Yield the names of a model's fields, at any depth, that may tell its KV heads."""
+    if isinstance(fields, dict):
+        yield from (str(name) for name in fields if _OF_HEADS.search(str(name)))
+    if isinstance(fields, dict | list):
+        for value in fields.values() if isinstance(fields, dict) else fields:
+            yield from _fields_of_heads(value)
 
-    Each of them allocates a part of the first ``slots_bytes``, on the NUMA ``node`` of its device;
-    -1: on any.
+
+def share_memory(
+    replicas: int, sizes: Callable[[int], tuple[int, int]], node: int
+) -> SharedMemory | None:
+    """Share memory among those of ``replicas`` ranks in a row that are on one machine; None if
+    there is one only, or one of them cannot reach it. All tensor-parallel ranks call this, with the
+    same numbers, and wait for one another.
+
+    ``sizes`` returns, for a number of ranks, the bytes of their memory, and how many of these they
+    allocate in parts, each on the NUMA ``node`` of its device; -1: on any.
     """
     group = get_tp_group()
-    place = group.rank_in_group % replicas
-    first = group.rank_in_group - place
+    rank = group.rank_in_group
+    alike = range(rank - rank % replicas, rank - rank % replicas + replicas)
+    machines = _gather([_machine()])
+    mates = [other for other in alike if machines[other] == machines[rank]]
+    place, first = mates.index(rank), mates[0]
+    nbytes, allocated = sizes(len(mates))
     own, memory = NO_MEMORY, None
     try:
-        if not place:
-            memory = SharedMemory.make(nbytes, replicas)
+        if not place and len(mates) > 1 and nbytes:
+            memory = SharedMemory.make(nbytes, len(mates))
             own = memory.offer()
     except OSError as error:
         logger.warning("host tier: the system gives no shared memory: %s", error)
-    offers = _gather([*own, node])[first : first + replicas]
+    said = _gather([*own, node])
     try:
         if place:
-            memory = SharedMemory.open(type(own)(*offers[0][:-1]), nbytes, place, replicas)
+            memory = SharedMemory.open(MemoryOffer(*said[first][:-1]), nbytes, place, len(mates))
         elif memory is not None:
-            memory.prefer([offer[-1] for offer in offers], slots_bytes)
+            memory.prefer([said[other][-1] for other in mates], allocated)
     except OSError as error:
         logger.warning("host tier: no memory of rank %d is in reach: %s", first, error)
-    agreed = all(found for (found,) in _gather([memory is not None])[first : first + replicas])
+    reached = _gather([memory is not None])
     if memory is not None:
         memory.close()
-    if not agreed:
-        logger.warning("host tier: each rank keeps its own copy of what %d ranks have", replicas)
-    return memory if agreed else None
+    if all(reached[other] == [1] for other in mates):
+        return memory
+    if len(mates) > 1 and nbytes:
+        logger.warning("host tier: each of %d ranks keeps its own copy of the same", len(mates))
+    return None
+
+
+def _machine() -> int:
+    """Return a number that differs between machines; also between processes, if the system does
+    not say on which one they are."""
+    with contextlib.suppress(OSError):
+        return int(_BOOT_ID.read_text().replace("-", "")[:15], 16)
+    return int.from_bytes(os.urandom(7), "little")
 
 
 def _gather(numbers: Sequence[int]) -> list[list[int]]:

@@ -25,10 +25,10 @@ from kvconnect.types import Endpoint
 
 @dataclass
 class WorkerHello(KVConnectorHandshakeMetadata):
-    """A worker after its start: its host slots and their size in bytes (0 if another worker stores
-    in them), the (host, port) where it hands off blocks (None if it does not), whether it receives
-    blocks, the (host, port) where it serves blocks of host memory (None if it does not), and which
-    weights it has."""
+    """A worker after its start: its host slots and their size in bytes, the (host, port) where it
+    hands off blocks (None if it does not), whether it receives blocks, the (host, port) where it
+    serves blocks of host memory (None if it does not), which weights it has, and whether it stores
+    in its slots and has the secondary tiers, or another worker does."""
 
     num_slots: int
     slot_bytes: int
@@ -36,11 +36,7 @@ class WorkerHello(KVConnectorHandshakeMetadata):
     receives: bool = False
     serves: tuple[str, int] | None = None
     identity: Identity = field(default_factory=Identity)
-
-    @property
-    def stores(self) -> bool:
-        """Whether it stores blocks on the host, and has the secondary tiers."""
-        return self.slot_bytes > 0
+    stores: bool = True
 
 
 def endpoints_of(

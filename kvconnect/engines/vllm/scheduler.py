@@ -85,7 +85,8 @@ class ConnectorScheduler:
         self._requests = LiveRequests(vllm_config)
         # Requests that were matched and not admitted yet; None: the request reads no cache.
         self._matched: dict[str, _Match | None] = {}
-        self._slot_bytes = 0
+        self._slot_bytes = 0  # of the workers that store
+        self._load_bytes = 0  # of a block, all workers together
         self._gauges = Gauges()
         self._inside = InsideLoads()
         self._weights = EngineWeights()
@@ -113,7 +114,9 @@ class ConnectorScheduler:
         if self.handoff.greeted:
             self.reset()
         num_slots = min(hello.num_slots for hello in hellos.values())
-        self._slot_bytes = sum(hello.slot_bytes for hello in hellos.values())
+        storing = [hello.slot_bytes for hello in hellos.values() if hello.stores]
+        self._slot_bytes = sum(storing)
+        self._load_bytes = sum(hello.slot_bytes for hello in hellos.values())
         if num_slots != len(self.plan.index.slots):
             self.plan = self._make_plan(num_slots, self.plan.groups, self.plan.stats)
             adapters, shares = self._requests.adapters, self.handoff.tickets.shares
@@ -121,8 +124,7 @@ class ConnectorScheduler:
         self.handoff.greet(hellos, alone)
         self._weights.greet({place: hello.identity for place, hello in hellos.items()})
         gib = num_slots * self._slot_bytes / 2**30
-        storing = sum(hello.stores for hello in hellos.values())
-        logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, storing)
+        logger.info("host tier: %d blocks, %.2f GiB over %d workers", num_slots, gib, len(storing))
 
     def _make_plan(
         self, num_slots: int, groups: Sequence[CacheGroup], stats: OffloadingConnectorStats
@@ -177,7 +179,7 @@ class ConnectorScheduler:
             found = 0  # vLLM 0.32 did not admit this load and may never do so, see `failed`
         # Offered pages are sent while the step runs, before it is known that a load failed.
         most, others = self._settings.sync_load_bytes, len(self._requests) - 1
-        sync = inside_step(self.plan, found, self._slot_bytes, most, others)
+        sync = inside_step(self.plan, found, self._load_bytes, most, others)
         # If the whole prompt is found, a load inside the step leaves its last block to compute.
         whole_prompt = local_tokens + found >= request.num_tokens
         sync = sync and not self.handoff.leases and not whole_prompt

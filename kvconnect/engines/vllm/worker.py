@@ -159,7 +159,8 @@ class ConnectorWorker:
         agent, tier = self._agent, self._tier
         return WorkerHello(
             num_slots=tier.store.num_slots if tier else 0,
-            slot_bytes=tier.store.slot_bytes if tier and tier.stores else 0,
+            slot_bytes=tier.store.slot_bytes if tier else 0,
+            stores=tier is not None and tier.stores,
             address=agent.address if agent else None,
             receives=agent is not None,
             serves=self._tiers.address if self._tiers else None,
@@ -338,12 +339,15 @@ class ConnectorWorker:
     ) -> SharedMemory | None:
         """Return memory for the host tier of this worker and those with the same KV, if any."""
         replicas = kv_replicas(self._vllm_config, self._kv_cache_config)
-        slots = share * replicas // geometry.slot_bytes
-        if replicas == 1 or not slots:
+        if replicas == 1:
             return None
-        nbytes, node = arena_bytes(slots, geometry.slot_bytes), device_node(device)
-        at = -1 if node is None else node
-        return self.share_memory(replicas, slots * geometry.slot_bytes, nbytes, at)
+        slot_bytes, node = geometry.slot_bytes, device_node(device)
+
+        def sizes(workers: int) -> tuple[int, int]:
+            slots = share * workers // slot_bytes
+            return arena_bytes(slots, slot_bytes) if slots else 0, slots * slot_bytes
+
+        return self.share_memory(replicas, sizes, -1 if node is None else node)
 
     def _start_agent(self) -> None:
         self._agent = self._agent or self._make_agent(identity=self._identity)

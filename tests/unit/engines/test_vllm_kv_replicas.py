@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ try:
 except ImportError:  # vLLM 0.32
     from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
 
-NBYTES = 1 << 16
+PAGES = 1 << 16
 LATENT = {
     *("deepseek_v32", "deepseek_v32 with MTP", "deepseek_v4", "glm5 in fp8"),
     *("sliding latent", "longcat"),
@@ -29,19 +28,21 @@ LATENT = {
 
 
 def found(
-    specs: Any, tp: int = 8, heads: int = 2, here: int = 0, dcp: int = 1, drafts: object = None
+    specs: Any,
+    tp: int = 8,
+    heads: int = 2,
+    dcp: int = 1,
+    drafts: object = None,
+    more: Mapping[str, Any] | None = None,
 ) -> int:
     cache = make(specs).config
     cache.kv_tp_replicas = kv_cache_groups_tp_replicas(cache.kv_cache_groups, tp, dcp)
+    fields = {"num_attention_heads": 64, "num_key_value_heads": heads, **(more or {})}
     model = SimpleNamespace(
-        hf_text_config=SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads}),
+        hf_text_config=SimpleNamespace(to_dict=lambda: fields),
         get_total_num_kv_heads=lambda: heads,
     )
-    parallel = SimpleNamespace(
-        tensor_parallel_size=tp,
-        decode_context_parallel_size=dcp,
-        local_world_size=here or tp,
-    )
+    parallel = SimpleNamespace(tensor_parallel_size=tp, decode_context_parallel_size=dcp)
     config: Any = SimpleNamespace(
         model_config=model, parallel_config=parallel, speculative_config=drafts
     )
@@ -52,13 +53,29 @@ def found(
 def test_ranks_of_latent_attention_share(model: str) -> None:
     # Heads are as many as ranks, so that only latent attention has replicas.
     assert found(MODELS[model], heads=8) == (8 if model in LATENT else 1)
+    assert found(MODELS[model], tp=1) == 1
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(1, 8), (2, 4), (4, 2), (8, 1), (16, 1), (3, 1)])
 def test_ranks_with_the_same_head_share(heads: int, expected: int) -> None:
-    specs = {"layers.0": full(max(1, heads // 8)), "layers.1": full(max(1, heads // 8))}
+    each = max(1, heads // 8)
+    specs = {"layers.0": full(each), "layers.1": full(each)}
     assert found(specs, heads=heads) == expected
-    assert found(mixed(window(1), full(1)), heads=heads) == (expected if heads <= 8 else 1)
+    assert found(mixed(window(each), full(each)), heads=heads) == expected
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"num_global_key_value_heads": 4},
+        {"attention_other_setting": {"num_attention_groups": 8}},
+        {"block_configs": [{"attention": {"n_heads_in_group": 16}}]},
+        {"num_key_value_heads": [2, 4]},
+    ],
+)
+def test_ranks_do_not_share_where_layers_may_differ_in_their_heads(more: dict[str, Any]) -> None:
+    assert found({"layers.0": full(1)}) == 4
+    assert found({"layers.0": full(1)}, more=more) == 1
 
 
 def test_ranks_do_not_share_where_their_heads_are_not_known() -> None:
@@ -66,12 +83,8 @@ def test_ranks_do_not_share_where_their_heads_are_not_known() -> None:
     assert found(specs) == 4
     assert found(specs, drafts=object()) == 1
     assert found(specs, dcp=2) == 1
+    assert found({"layers.0": full(2)}) == 1
     assert found(MODELS["llama4"]) == 1
-
-
-def test_ranks_of_several_machines_share_on_each() -> None:
-    assert found(MODELS["deepseek_v32"], tp=16, here=8) == 8
-    assert found({"layers.0": full(1)}, tp=16, here=4) == 4
 
 
 class Ranks:
@@ -85,11 +98,17 @@ class Ranks:
         monkeypatch.setattr(replicas, "get_tp_group", self._group)
         monkeypatch.setattr(replicas, "_gather", self._gather)
 
+    @property
+    def rank(self) -> int:
+        """That of this thread."""
+        rank: int = self._own.rank
+        return rank
+
     def _group(self) -> SimpleNamespace:
-        return SimpleNamespace(rank_in_group=self._own.rank, world_size=self.number)
+        return SimpleNamespace(rank_in_group=self.rank, world_size=self.number)
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        self._said[self._own.rank] = numbers
+        self._said[self.rank] = numbers
         self._wait.wait()
         found = [list(map(int, said)) for said in self._said]
         self._wait.wait()
@@ -104,20 +123,35 @@ class Ranks:
             return list(pool.map(run, range(self.number)))
 
 
+def sizes(ranks: int) -> tuple[int, int]:
+    return PAGES * ranks, PAGES * ranks - 4096
+
+
 def test_ranks_in_a_row_get_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes: list[tuple[list[int], int]] = []
     monkeypatch.setattr(SharedMemory, "prefer", lambda self, *args: nodes.append(args))
     ranks = Ranks(monkeypatch, 4)
-    memories = ranks.each(lambda rank: share_memory(2, NBYTES - 4096, NBYTES, rank % 2))
+    memories = ranks.each(lambda rank: share_memory(2, sizes, rank % 2))
     places = []
     for number, memory in enumerate(memories):
         assert memory is not None
-        places.append((memory.place, memory.places))
+        places.append((memory.place, memory.places, len(memory.mapping)))
         if not memory.place:
             memory.mapping[:1] = bytes([number])
-    assert places == [(0, 2), (1, 2)] * 2
+    assert places == [(0, 2, 2 * PAGES), (1, 2, 2 * PAGES)] * 2
     assert [memory.mapping[0] for memory in memories if memory] == [0, 0, 2, 2]
-    assert nodes == [([0, 1], NBYTES - 4096)] * 2
+    assert nodes == [([0, 1], 2 * PAGES - 4096)] * 2
+
+
+def test_ranks_of_each_machine_share(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = Ranks(monkeypatch, 8)
+    monkeypatch.setattr(replicas, "_machine", lambda: (0, 0, 0, 1, 1, 2, 2, 2)[ranks.rank])
+    memories = ranks.each(lambda rank: share_memory(4, sizes, -1))
+    found = [(memory.place, memory.places) if memory else None for memory in memories]
+    assert found == [(0, 3), (1, 3), (2, 3), None, None, (0, 3), (1, 3), (2, 3)]
+    assert not caplog.records, "one rank of a machine keeps nobody's copy"
 
 
 def test_nobody_shares_where_one_rank_cannot(
@@ -125,21 +159,16 @@ def test_nobody_shares_where_one_rank_cannot(
 ) -> None:
     ranks, opened = Ranks(monkeypatch, 4), SharedMemory.open
 
-    def open_here(rank: int, offer: MemoryOffer, *args: int) -> SharedMemory:
-        if rank == 3:
+    def open_here(offer: MemoryOffer, *args: int) -> SharedMemory:
+        if ranks.rank == 3:
             raise PermissionError("it is hidden")
         return opened(offer, *args)
 
-    def share(rank: int) -> SharedMemory | None:
-        return share_memory(2, NBYTES, NBYTES, -1)
-
-    monkeypatch.setattr(
-        SharedMemory, "open", lambda *args: partial(open_here, ranks._own.rank)(*args)
-    )
-    shared = [memory is not None for memory in ranks.each(share)]
-    assert shared == [True, True, False, False]
+    monkeypatch.setattr(SharedMemory, "open", open_here)
+    memories = ranks.each(lambda rank: share_memory(2, sizes, -1))
+    assert [memory is not None for memory in memories] == [True, True, False, False]
     assert "no memory of rank 2 is in reach: it is hidden" in caplog.text
-    assert "each rank keeps its own copy of what 2 ranks have" in caplog.text
+    assert "each of 2 ranks keeps its own copy of the same" in caplog.text
 
 
 def test_nobody_shares_where_the_system_gives_none(
@@ -150,5 +179,10 @@ def test_nobody_shares_where_the_system_gives_none(
 
     monkeypatch.setattr(SharedMemory, "make", refuse)
     ranks = Ranks(monkeypatch, 2)
-    assert ranks.each(lambda rank: share_memory(2, NBYTES, NBYTES, -1)) == [None, None]
+    assert ranks.each(lambda rank: share_memory(2, sizes, -1)) == [None, None]
     assert "the system gives no shared memory: not permitted" in caplog.text
+
+
+def test_a_share_without_a_slot_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 2)
+    assert ranks.each(lambda rank: share_memory(2, lambda _: (0, 0), -1)) == [None, None]

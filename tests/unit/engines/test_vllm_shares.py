@@ -85,6 +85,18 @@ def test_an_engine_s_ticket_has_the_addresses_of_all_its_workers_in_order() -> N
     assert endpoints_of(answer["kvconnect_share"], now + SHARE_TICKET_S) == want
 
 
+def test_a_ticket_of_ranks_that_keep_their_kv_once_has_the_address_of_the_one_that_serves() -> None:
+    workers = {
+        (0, 0): WorkerHello(1, 1, serves=("10.0.0.2", 7900)),
+        (0, 1): WorkerHello(1, 1, stores=False),
+    }
+    tickets = ShareTickets(Keys(KEY), OffloadingConnectorStats())
+    tickets.greet(workers, PrefillSource("e", 7, (), 2, 1))
+    answer = asked(tickets, {"share": True})
+    assert answer is not None
+    assert source(engine(), {"kvconnect": {"source": answer["kvconnect_share"]}}) == THERE
+
+
 @pytest.mark.parametrize(
     "tickets",
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import mmap
 import os
 import subprocess
@@ -54,7 +56,9 @@ def maker() -> Iterator[tuple[subprocess.Popen[str], MemoryOffer]]:
 def test_another_process_reads_what_was_stored_and_its_digest(
     maker: tuple[subprocess.Popen[str], MemoryOffer],
 ) -> None:
-    store = HostArena(SLOTS, PAGE, "full", shared=SharedMemory.open(maker[1], NBYTES, 1, 2))
+    memory = SharedMemory.open(maker[1], NBYTES, 1, 2)
+    memory.close()
+    store = HostArena(SLOTS, PAGE, "full", shared=memory)
     assert bytes(store.view(3)) == b"x" * PAGE
     store.verify(3, PAGE)
     store.view(3)[5] ^= 1
@@ -67,6 +71,7 @@ def test_memory_outlives_the_process_that_made_it_and_nothing_else_does(
 ) -> None:
     process, offer = maker
     found = SharedMemory.open(offer, NBYTES, 1, 2)
+    found.close()
     process.kill()
     process.wait()
     assert bytes(found.mapping[3 * PAGE : 4 * PAGE]) == b"x" * PAGE
@@ -78,11 +83,39 @@ def test_memory_outlives_the_process_that_made_it_and_nothing_else_does(
 def test_an_offer_ends_and_the_mapping_stays(memory: SharedMemory) -> None:
     offer = memory.offer()
     memory.mapping[:3] = b"abc"
+    assert ways_in() == 2, "mmap has a duplicate"
     memory.close()
     memory.close()
+    assert ways_in() == 0
     with pytest.raises(OSError):
         SharedMemory.open(offer, NBYTES, 1, 2)
     assert memory.mapping[:3] == b"abc"
+
+
+def ways_in() -> int:
+    """Return by how many descriptors of this process others could open the memory."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that lists them
+            found += "kvconnect-host-tier" in os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
+def test_nobody_changes_the_size(memory: SharedMemory) -> None:
+    """Else any process of this user could end those that read it, by SIGBUS."""
+    for nbytes in (0, NBYTES + PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory._descriptor, nbytes)
+
+
+def test_a_python_without_memfd_create_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    memory = SharedMemory.make(NBYTES, 2)
+    assert len(memory.mapping) == NBYTES
+    memory.close()
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    with pytest.raises(OSError, match="this system has no memfd_create"):
+        SharedMemory.make(NBYTES, 2)
 
 
 @pytest.mark.parametrize(

@@ -149,14 +149,36 @@ def test_a_ticket_for_one_engine_is_of_no_use_to_others() -> None:
     refused(text)
 
 
-def test_a_ticket_of_many_places_is_refused_before_they_are_listed(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("places", "good"),
+    [
+        ([(0, 0)], True),
+        ([(1, 1), (0, 1)], True),
+        ([(tp, pp) for tp in range(2) for pp in range(2)], True),
+        ([], False),
+        ([(0, 0), (0, 0)], False),
+        ([(2, 0)], False),
+        ([(0, 2)], False),
+        ([(-1, 0)], False),
+        ([(0, -1)], False),
+    ],
+)
+def test_a_share_ticket_has_the_addresses_of_those_that_serve(
+    places: list[tuple[int, int]], good: bool
 ) -> None:
-    text = issue(replace(TICKET, endpoints=(), tp=1024, pp=1024), KEY)
-    monkeypatch.setattr("kvconnect.protocol.tickets.range", None, raising=False)
-    assert "0 addresses that are not one each" in refused(text)
-    with pytest.raises(TypeError):  # negative control: a ticket that fits has them listed
-        verify(issue(TICKET, KEY), (KEY,), NOW)
+    """Of ranks that have the same KV, one serves it. A hand-off needs them all."""
+    endpoints = tuple(Endpoint(tp, pp, "10.0.0.1", 7900) for tp, pp in places)
+    text = issue(replace(SHARE, endpoints=endpoints, tp=2, pp=2), KEY)
+    if good:
+        assert verify(text, (KEY,), NOW, scope=Scope.SHARE).endpoints == endpoints
+    else:
+        with pytest.raises(Refused, match="that are not one each"):
+            verify(text, (KEY,), NOW, scope=Scope.SHARE)
+    handoff = issue(replace(TICKET, endpoints=endpoints, tp=2, pp=2), KEY)
+    if len(places) < 4:
+        assert "that are not one each" in refused(handoff)
+    else:
+        assert verify(handoff, (KEY,), NOW).endpoints == endpoints
 
 
 def test_an_address_of_ipv4_in_ipv6_is_spelt_as_sockets_do() -> None:
