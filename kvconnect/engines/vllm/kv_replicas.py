@@ -38,16 +38,16 @@ def _ranks_of_a_head(config: VllmConfig, cache: KVCacheConfig) -> int:
     """Return how many ranks have the same heads; 1 if layers may differ in their number of heads:
     those of a draft model, or those of models that name it in more than one place."""
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+    known = all(type(spec) in (FullAttentionSpec, SlidingWindowSpec) for spec in specs)
+    if not known or {spec.num_kv_heads for spec in specs} != {1}:
+        return 1
     fields = config.model_config.hf_text_config.to_dict()
     if config.speculative_config is not None or list(_fields_of_heads(fields)) != [_HEADS]:
         return 1
     heads, ranks = fields.get(_HEADS), config.parallel_config.tensor_parallel_size
     if not isinstance(heads, int) or heads != config.model_config.get_total_num_kv_heads():
         return 1
-    known = all(type(spec) in (FullAttentionSpec, SlidingWindowSpec) for spec in specs)
-    if not known or heads >= ranks or ranks % heads:
-        return 1
-    return ranks // heads if {spec.num_kv_heads for spec in specs} == {1} else 1
+    return 1 if ranks % heads else max(1, ranks // heads)
 
 
 def _fields_of_heads(fields: Any) -> Iterator[str]:

@@ -160,7 +160,7 @@ class ConnectorWorker:
         return WorkerHello(
             num_slots=tier.store.num_slots if tier else 0,
             slot_bytes=tier.store.slot_bytes if tier else 0,
-            stores=tier is not None and tier.stores,
+            stores=tier is None or tier.stores,
             address=agent.address if agent else None,
             receives=agent is not None,
             serves=self._tiers.address if self._tiers else None,
