@@ -86,7 +86,8 @@ def share_memory(
     said = _gather([*own, node])
     try:
         if place:
-            memory = SharedMemory.open(MemoryOffer(*said[first][:-1]), nbytes, place, len(mates))
+            offer = MemoryOffer._make(said[first][:-1])
+            memory = SharedMemory.open(offer, nbytes, place, len(mates))
         elif memory is not None:
             memory.prefer([said[other][-1] for other in mates], allocated)
     except OSError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvconnect.router.policy.fleet_view import EngineView, Role, Target
+from kvconnect.router.policy.fleet_view import EngineView, Role
 from kvconnect.router.policy.prefixes import CacheHit, CacheHits
 
 SOURCE_MIN_TOKENS = 256
@@ -15,14 +15,11 @@ in which fewer are computed."""
 def source_ticket(
     engines: Mapping[Role, Sequence[EngineView]],
     hits: CacheHits,
-    chosen: tuple[EngineView, Target],
+    own: EngineView,
     hit_tokens: int,
 ) -> str:
     """Return the share ticket of the target, in either role, that has the most of a prompt, if that
-    is clearly more than the chosen one has; else "". An engine without a ticket reads from none."""
-    own, target = chosen
-    if own.share_ticket(target.rank) is None:
-        return ""
+    is clearly more than the ``hit_tokens`` of the chosen one, at the engine ``own``; else ""."""
     found = [
         (hits.get(role, {}).get(place, CacheHit()).readable, -load.own, ticket)
         for role, those in engines.items()

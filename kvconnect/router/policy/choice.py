@@ -372,15 +372,15 @@ def _with_source(
     chosen: TargetChoice,
 ) -> TargetChoice:
     """Return the choice with the engine to read the prompt's blocks from, if there is one."""
-    if not any(request.hits.values()):
-        return chosen
+    engines_of_role = view.prefill if role is Role.PREFILL else view.decode
+    own = next(e for e in engines_of_role if e.index == chosen.target.engine)
+    if own.share_ticket(chosen.target.rank) is None or not any(request.hits.values()):
+        return chosen  # an engine without a ticket reads from none
     engines = {
         Role.PREFILL: available(view.prefill, failed.prefill, request.model, request.kinds),
         Role.DECODE: available(view.decode, failed.decode, request.model, request.kinds),
     }
-    own = next(e for e in engines[role] if e.index == chosen.target.engine)
-    where = own, chosen.target
-    return chosen._replace(source=source_ticket(engines, request.hits, where, chosen.hit))
+    return chosen._replace(source=source_ticket(engines, request.hits, own, chosen.hit))
 
 
 def _handover_mode(
