@@ -90,7 +90,7 @@ def options_of(arguments: argparse.Namespace) -> RouterOptions:
         admin=_admin_of(arguments),
         listening=_listening_of(arguments),
         prefill_policy=RankingPolicy(arguments.prefill_policy),
-        decode_policy=RankingPolicy(arguments.decode_policy),
+        decode_policy=arguments.decode_policy and RankingPolicy(arguments.decode_policy),
         dp_minimum_tokens=arguments.dp_minimum_tokens_scheduler,
         intervals=Intervals(arguments.worker_load_check_interval, arguments.probe_interval),
         disaggregate=Disaggregate(arguments.disaggregate),
@@ -277,13 +277,14 @@ def _add_choices(parser: argparse._ArgumentGroup) -> None:
     what = "how often another engine may continue a stream whose decode engine was lost"
     what = f"{what} (default: %(default)s)"
     add("--continue", type=int, default=default.continuations, metavar="N", help=what)
-    for role in ("prefill", "decode"):
-        add(
-            f"--{role}-policy",
-            choices=[policy.value for policy in RankingPolicy],
-            default=default.prefill_policy.value,
-            help=f"how a {role} engine and rank are picked (default: %(default)s)",
-        )
+    policies = [policy.value for policy in RankingPolicy]
+    what = "how a prefill engine and rank are picked (default: %(default)s)"
+    add("--prefill-policy", choices=policies, default=default.prefill_policy.value, help=what)
+    what = (
+        "how a decode engine and rank are picked (default: least_tokens; cache_aware under "
+        "--unified and --disaggregate never)"
+    )
+    add("--decode-policy", choices=policies, help=what)
     add(
         "--dp-minimum-tokens-scheduler",
         action="store_true",

@@ -218,6 +218,8 @@ class RouterOptions:
             "none": all are of the decode role and compute the prompts that they answer.
         push_min_tokens: prompts estimated to be shorter are pulled. Unit: tokens.
         prefill_policy, decode_policy, dp_minimum_tokens: how an engine and rank are chosen.
+            ``decode_policy`` None: by cached prefixes where decode engines compute all prompts,
+            else by tokens.
         disaggregate: whether prompts are handed off, or decode engines compute them alone.
         continuations: how often another engine may continue a stream whose engine was lost.
         auto_roles: engines change their roles as the load asks for it.
@@ -234,8 +236,8 @@ class RouterOptions:
     sources: Sources = Sources()
     admin: AdminAccess = AdminAccess()
     listening: Listening = Listening()
-    prefill_policy: RankingPolicy = RankingPolicy.LEAST_TOKENS
-    decode_policy: RankingPolicy = RankingPolicy.LEAST_TOKENS
+    prefill_policy: RankingPolicy = RankingPolicy.CACHE_AWARE
+    decode_policy: RankingPolicy | None = None
     dp_minimum_tokens: bool = False
     intervals: Intervals = Intervals()
     disaggregate: Disaggregate = Disaggregate.ALWAYS
@@ -245,9 +247,11 @@ class RouterOptions:
     @property
     def rules(self) -> RoutingRules:
         """What of these settings is about choices."""
+        alone = self.handoff == "none" or self.disaggregate is Disaggregate.NEVER
+        default = RankingPolicy.CACHE_AWARE if alone else RankingPolicy.LEAST_TOKENS
         return RoutingRules(
             self.prefill_policy,
-            self.decode_policy,
+            self.decode_policy or default,
             pull=self.handoff == "pull",
             push_min_tokens=self.push_min_tokens,
             dp_minimum_tokens=self.dp_minimum_tokens,

@@ -176,7 +176,7 @@ def test_a_source_that_the_router_names() -> None:
         told = receipt(reader, next(left), kv_transfer_params=options)  # control: no ticket
         assert (told["peer"], told["computed"]) == (0, PROMPT)
 
-        args = ("--unified", "--decode-policy", "cache_aware", "--receipts")
+        args = ("--unified", "--receipts")
         router = ends.enter_context(Router([], made, args))
         events = {"role": "decode", "upstream": source.url, "outcome": "replayed"}
         news = itertools.count(9000, 100)

@@ -21,7 +21,7 @@ class RoutingRules(NamedTuple):
         disaggregate: whether prompts are handed off.
     """
 
-    prefill: RankingPolicy = RankingPolicy.LEAST_TOKENS
+    prefill: RankingPolicy = RankingPolicy.CACHE_AWARE
     decode: RankingPolicy = RankingPolicy.LEAST_TOKENS
     pull: bool = False
     push_min_tokens: int = 0

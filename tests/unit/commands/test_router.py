@@ -68,7 +68,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ),
         *("--host", "10.0.0.1", "--port", "81", "--pull"),
         *("--push-min-tokens", "256", "--timeout", "30", "--dp-minimum-tokens-scheduler"),
-        *("--prefill-policy", "cache_aware", "--decode-policy", "random"),
+        *("--prefill-policy", "session", "--decode-policy", "random"),
         *(
             "--worker-load-check-interval",
             "5",
@@ -105,7 +105,7 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             api_key_file=str(keys),
             allowed_origins=("http://c", "https://d:1"),
         ),
-        prefill_policy=RankingPolicy.CACHE_AWARE,
+        prefill_policy=RankingPolicy.SESSION,
         decode_policy=RankingPolicy.RANDOM,
         dp_minimum_tokens=True,
         intervals=Intervals(5.0, 6.0),
@@ -116,6 +116,23 @@ def test_everything_can_be_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_a_unified_router_needs_no_prefill_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     options = served(monkeypatch, ["router", "--unified", "--decode", "http://b:2"])
     assert options == RouterOptions((), (EngineSpec("http://b:2"),), handoff="none")
+
+
+@pytest.mark.parametrize(
+    ("flags", "decode"),
+    [
+        (["--prefill", "http://a:1"], RankingPolicy.LEAST_TOKENS),
+        (["--prefill", "http://a:1", "--disaggregate", "auto"], RankingPolicy.LEAST_TOKENS),
+        (["--prefill", "http://a:1", "--disaggregate", "never"], RankingPolicy.CACHE_AWARE),
+        (["--unified"], RankingPolicy.CACHE_AWARE),
+        (["--unified", "--decode-policy", "least_tokens"], RankingPolicy.LEAST_TOKENS),
+    ],
+)
+def test_where_prompts_are_computed_cached_prefixes_count(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], decode: RankingPolicy
+) -> None:
+    rules = served(monkeypatch, ["router", "--decode", "http://b:2", *flags]).rules
+    assert (rules.prefill, rules.decode) == (RankingPolicy.CACHE_AWARE, decode)
 
 
 @pytest.mark.parametrize(

@@ -328,9 +328,7 @@ async def test_the_engine_that_has_a_prompt_is_named_to_the_one_that_computes_it
     sharing = ds if unified else ps
     for engine in sharing:
         engine.share_ticket_lifetime_s = 100.0
-    role = "decode_policy" if unified else "prefill_policy"
-    aware: Any = {role: RankingPolicy.CACHE_AWARE, "handoff": "none" if unified else "pull"}
-    async with bench(ps, ds, **aware) as router:
+    async with bench(ps, ds, handoff="none" if unified else "pull") as router:
         for number in range(100):
             source, url = await read_again(router, sharing, number)
             if source:  # else the router has no tickets yet
@@ -344,8 +342,7 @@ async def test_the_engine_that_has_a_prompt_is_named_to_the_one_that_computes_it
 @on_loop
 async def test_engines_that_share_nothing_get_no_source() -> None:
     engines = [FakeEngine(decodes) for _ in range(2)]
-    aware: Any = {"decode_policy": RankingPolicy.CACHE_AWARE, "handoff": "none"}
-    async with bench([], engines, **aware) as router:
+    async with bench([], engines, handoff="none") as router:
         for number in range(3):
             source, _ = await read_again(router, engines, number)
             assert source == ""

@@ -60,7 +60,7 @@ def chosen(view: FleetView, rules: RoutingRules = RULES, **wish: Any) -> Any:
 
 def test_instances_and_ranks_are_chosen_together_by_the_least_tokens() -> None:
     view = FleetView((engine(0, 5, 9), engine(1, 7, 2)), (engine(0, 3, 3, 1), engine(1, 2)))
-    found = chosen(view)
+    found = chosen(view, RoutingRules(RankingPolicy.LEAST_TOKENS))
     assert found.prefill.target == Target(1, 1)
     assert found.decode.target == Target(0, 2)
     assert (found.prefill.why, found.prefill.tokens, found.prefill.hit) == (
