@@ -49,7 +49,7 @@ _GETS = {
     b"/health": _http(b"", "text/plain"),
     b"/v1/models": _json({"object": "list", "data": [{"id": MODEL, "object": "model"}]}),
     b"/version": _json({"version": "1"}),
-    b"/metrics": _http(b'vllm:kv_cache_usage_perc{engine="0"} 0.0\n', "text/plain"),
+    b"/metrics/": _http(b'vllm:kv_cache_usage_perc{engine="0"} 0.0\n', "text/plain"),
     b"/v1/loads": _json({"loads": [_LOADS]}),
     b"/server_info": _json({"version": "1", "model_path": MODEL, "served_model_name": MODEL}),
     b"/get_server_info": _json({"version": "1", "model_path": MODEL, "served_model_name": MODEL}),

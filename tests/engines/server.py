@@ -166,10 +166,9 @@ class Client:
         """Where the API is."""
         return f"http://{self.host}:{self.port}"
 
-    def scrape(self) -> str:
-        """Return the text of ``/metrics``."""
-        url = f"{self.url}/metrics"
-        with urllib.request.urlopen(url, timeout=REQUEST_TIMEOUT_S) as reply:
+    def scrape(self, path: str = "/metrics") -> str:
+        """Return the text of ``/metrics``, or of some of it."""
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=REQUEST_TIMEOUT_S) as reply:
             text: str = reply.read().decode()
             return text
 

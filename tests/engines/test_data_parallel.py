@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from kvconnect.router.fleet import reports
 from tests.engines.models import BLOCK_SIZE, prompt_tokens
 from tests.engines.pd import assert_quiet, pair
 from tests.engines.ranks import (
@@ -47,7 +48,11 @@ def test_the_picked_ranks_are_those_that_run(fleet: Ranked) -> None:
     pushed = "kvconnect_router_requests_total"
     assert fleet.least.metric(pushed, mode="push", outcome="ok") == COUNT
     # What the router takes a rank's use for a share of.
-    assert f'kv_cache_size_tokens="{BLOCKS * BLOCK_SIZE}"' in fleet.prefill.scrape()
+    load = fleet.prefill.scrape(reports.VLLM_LOAD)
+    assert f'kv_cache_size_tokens="{BLOCKS * BLOCK_SIZE}"' in load
+    assert reports.vllm_tokens(load).keys() == set(RANKS)
+    assert (load.count("# TYPE"), "kvconnect" in load) == (2, False)
+    assert "kvconnect" in fleet.prefill.scrape()  # negative control
     assert_quiet(fleet.prefill, fleet.decode)
 
 

@@ -25,6 +25,8 @@ _REFUSED = tuple(f"{engine}:kvconnect_handoff_refused_total" for engine in ("vll
 _VLLM_TOKENS = "vllm:prompt_tokens_by_source_total"
 _VLLM_CACHE = "vllm:cache_config_info"
 _SGLANG_TOKENS = "sglang:num_used_tokens"
+VLLM_LOAD = f"/metrics/?name%5B%5D={_VLLM_USAGE}&name%5B%5D={_VLLM_CACHE}"
+"""What of vLLM's ``/metrics`` its load is read from; only its path with a slash selects."""
 _MOST_MODELS = 4096  # limit of models of one engine, adapters included
 _RANK_DIGITS = len(str(MOST_RANKS))
 

@@ -43,6 +43,7 @@ PROBE_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 30.0  # a request for a standing ticket queues behind real prefills
 _RENEW_AT = 0.5  # part of its lifetime after which a ticket is renewed
 RENEW_LEAST_S = 0.5  # to the next one, whatever an engine says: each is a request to it
+_NO_SUCH_PATH = range(300, 500)  # statuses
 NOT_SHARED_S = 120.0  # an engine that offered no share ticket is asked again in half that time
 
 FAILED = (Unreachable, ConnectionLost, TimeoutError, Refused)
@@ -65,6 +66,7 @@ class Watcher:
         self._late = 0  # probes in a row that were not answered in time
         self._probed = False
         self._polled = asyncio.Event()  # the number of ranks is known, if reported
+        self._selects = True  # the engine serves metrics by name, as far as is known
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, load_interval_s: float) -> None:
@@ -194,6 +196,7 @@ class Watcher:
         while True:
             if not engine.up:  # it may come back with other ranks
                 self._polled.clear()
+                self._selects = True
             await engine.signals.up.wait()
             asked = engine.loads.ask(time.monotonic())
             try:
@@ -215,9 +218,8 @@ class Watcher:
 
     async def _tokens(self) -> dict[int, float]:
         if self._engine.spec.kind is not EngineKind.SGLANG:
-            return self._read(
-                InputKind.LOAD, _text_of(reports.vllm_tokens), await self.get("/metrics")
-            )
+            answer = await self._vllm_metrics()
+            return self._read(InputKind.LOAD, _text_of(reports.vllm_tokens), answer)
         status, answer = await self._pool.get(
             self._engine.base, "/v1/loads?include=core", ASK_TIMEOUT_S
         )
@@ -226,6 +228,17 @@ class Watcher:
             return self._read(InputKind.LOAD, read, answer)
         good = _body_of("/v1/loads", status, answer)
         return self._read(InputKind.LOAD, reports.sglang_tokens, good)
+
+    async def _vllm_metrics(self) -> bytes:
+        """Return the metrics of vLLM's load. The whole text takes an engine many milliseconds, in
+        the process that sends its tokens."""
+        if self._selects:
+            path = reports.VLLM_LOAD
+            status, answer = await self._pool.get(self._engine.base, path, ASK_TIMEOUT_S)
+            self._selects = status not in _NO_SUCH_PATH
+            if self._selects:
+                return _body_of(path, status, answer)
+        return await self.get("/metrics")
 
     async def _keep_tickets(self) -> None:
         """Renew tickets early, and at once when the engine comes back."""

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 """Packages of NIXL, one per CUDA version; either works for CPU memory."""
 
-POLL_US = 1000  # pause of the progress thread; a notification takes 40 us nevertheless
+POLL_US = 10_000  # pause of the progress thread: arrivals wake it, but for a fault of UCX
 _SETTINGS = ("UCX_TLS", "UCX_NET_DEVICES")  # environment variables that select UCX's transport
 _MAX_NOTIFICATIONS = 1 << 16  # of one connection that were not taken yet
 _INFINIBAND = Path("/sys/class/infiniband")

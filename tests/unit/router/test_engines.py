@@ -65,9 +65,14 @@ def vllm(answer: Handler, shares: list[float], settings: str = "") -> FakeEngine
     async def metrics(
         engine: FakeEngine, request: web.Request, body: dict[str, Any]
     ) -> web.StreamResponse:
-        return web.Response(text="\n".join(lines))
+        names = request.query.getall("name[]", [])
+        if request.path == "/metrics":  # whatever the names are
+            return web.Response(text="\n".join(lines))
+        return web.Response(
+            text="\n".join(line for line in lines if line.partition("{")[0] in names)
+        )
 
-    engine.extra["/metrics"] = metrics
+    engine.extra["/metrics"] = engine.extra["/metrics/"] = metrics
     return engine
 
 
@@ -284,6 +289,21 @@ async def test_an_engine_is_up_when_it_has_said_what_it_serves(
 # vLLM -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("selects", [True, False])
+@on_loop
+async def test_vllm_is_asked_only_for_the_metrics_of_its_load(selects: bool) -> None:
+    p, d = vllm(prefills, [0.5, 0.1]), vllm(decodes, [0.0])
+    if not selects:  # as behind a proxy that passes on the one path
+        del p.extra["/metrics/"]
+    async with bench([p], [d], intervals=Intervals(0.01, 0)) as router:
+        asked = "/metrics/" if selects else "/metrics"
+        await until(lambda: p.got[asked] > 3)
+        assert (
+            await router.metric("foreign_tokens", role="prefill", upstream=p.url, rank="0") == 800
+        )
+        assert p.got["/metrics"] == 0 if selects else p.got["/metrics/"] == 1
+
+
 @on_loop
 async def test_ranks_of_vllm_are_named_in_a_header_and_have_cards_of_their_own() -> None:
     p, d = vllm(prefills, [0.5, 0.1]), vllm(decodes, [0.0, 0.0, 0.2])
@@ -312,7 +332,7 @@ async def test_ranks_are_those_since_the_restart() -> None:
         await until(lambda: is_down(router, d))
         await until(lambda: is_down(router, p))
         p.ticket_of_rank.clear()
-        d.extra["/metrics"] = hangs
+        d.extra["/metrics"] = d.extra["/metrics/"] = hangs
         p.well = d.well = True
         await until(lambda: router.answers("/health", 200))
         await until(lambda: p.ticket_of_rank.keys() == {"0", "1"})
