@@ -99,7 +99,7 @@ class Recorder:
         path = lines[0].split(b" ")[1]
         if path in _GETS:
             return answer_of(json.dumps(_GETS[path]).encode())
-        if path == b"/metrics":
+        if path.startswith(b"/metrics/"):
             return answer_of(b"")
         if b'"kvconnect_card"' in body:
             return answer_of(

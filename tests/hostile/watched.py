@@ -44,7 +44,7 @@ _GOOD: dict[str, bytes] = {
     "/v1/models": json.dumps({"data": [{"id": "m"}]}).encode(),
     "/version": b'{"version": "1"}',
     "/server_info": b'{"version": "1"}',
-    "/metrics": b'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
+    "/metrics/": b'vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
     b'vllm:cache_config_info{engine="0",kv_cache_size_tokens="100"} 1\n',
     "/v1/loads": json.dumps({"loads": _LOADS}).encode(),
     "/v1/completions": json.dumps({"choices": [], "kv_transfer_params": _STANDING_TICKET}).encode(),
@@ -52,7 +52,7 @@ _GOOD: dict[str, bytes] = {
 _WRAPPED = {
     "/v1/models": '{"data": [{"id": %s}]}',
     "/version": '{"version": %s}',
-    "/metrics": 'vllm:kv_cache_usage_perc{engine="%s"} 0.5\n',
+    "/metrics/": 'vllm:kv_cache_usage_perc{engine="%s"} 0.5\n',
     "/v1/loads": '{"loads": [{"dp_rank": 0, "num_used_tokens": 1, "num_total_tokens": %s}]}',
     "/v1/completions": '{"kv_transfer_params": {"kvconnect_card": "c", '
     '"kvconnect_card_expires_in": %s}}',
