@@ -42,6 +42,16 @@ VLLM = (
 )
 """What the three processes of a vLLM engine import sooner or later."""
 
+SGLANG = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "tests.sglang.patient",
+)
+"""What the processes of an SGLang server import, as far as it may be imported before there is a
+server: the client of Prometheus may not."""
+
 _POLL_S = 0.02
 _YIELD_S = 50e-6
 
@@ -101,7 +111,7 @@ class ForkServer:
         with self._process:
             pass
 
-    def start(self, argv: list[str], env: dict[str, str], log: Path) -> Child:
+    def start(self, argv: list[str], env: dict[str, str], log: Path | str) -> Child:
         """Run ``python -m`` with these arguments in a session of its own, output to ``log``."""
         line = json.dumps({"argv": argv, "env": env, "log": str(log)})
         assert self._process.stdin is not None

@@ -1,6 +1,7 @@
 """Runs the shell blocks of a page in their order, as a reader does who pastes them.
 
     scripts/in-netns python -m tests.pasted README.md
+    scripts/in-netns python -m tests.pasted --fork vllm   # reads the pages' names
 
 Engines are real, with a small model on the CPU: programs in a folder in front of ``PATH`` add the
 flags for that, and :data:`PLACEHOLDERS` says what stands for what a reader would put in. A block
@@ -8,11 +9,15 @@ that serves is left running, as in a terminal of its own, until another one need
 ``text`` block behind a shell block is what that must print; numbers may differ. A file that is no
 page is run as a command.
 
+With ``--fork``, engines are forked from a process that has imported them, and pages are those of
+standard input. A line ``== PAGE: passed`` or ``failed`` ends each.
+
 Ports are those of the page, so this runs in a network namespace where that is permitted.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -22,13 +27,17 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.documents import ROOT, SHELL, Block, Command, blocks_of, commands_of
 from tests.engines.models import BLOCK_SIZE, model_dir
+from tests.fork_server import SGLANG as SGLANG_MODULES
+from tests.fork_server import VLLM as VLLM_MODULES
+from tests.fork_server import ForkServer
+from tests.forked import listening
 
 START_TIMEOUT_S = 480.0  # of servers, on a busy machine
 BLOCK_TIMEOUT_S = 420.0
@@ -89,14 +98,16 @@ ENVIRONMENT = {
 _VLLM = "vllm.entrypoints.openai.api_server"
 PROGRAMS = {
     # By module: the wheel for CPUs has another name, which the console command does not find.
-    "vllm": "shift; model=$1; shift\n"
-    f'exec {sys.executable} -m {_VLLM} --model "$model" "$@" {" ".join(VLLM)}',
-    "python": f'[ "$2" != sglang.launch_server ] || set -- "$@" {" ".join(SGLANG)}\n'
-    f'exec {sys.executable} "$@"',
+    "vllm": f'shift; model=$1; shift\nexec LAUNCH {_VLLM} --model "$model" "$@" {" ".join(VLLM)}',
+    "python": f'[ "$2" = sglang.launch_server ] || exec {sys.executable} "$@"\n'
+    f'shift; exec LAUNCH "$@" {" ".join(SGLANG)}',
     # Live screens have no end.
     "kvconnect": '[ "$1" != top ] || set -- "$@" --once\n'
     f'exec {sys.executable} -m kvconnect.cli "$@"',
 }
+"""In front of ``PATH``. LAUNCH is what stands before the module of an engine."""
+LAUNCH = f"{sys.executable} -m"
+FORKED = {"vllm": VLLM_MODULES, "sglang": SGLANG_MODULES}
 _DEFAULT_PORTS = {"vllm": 8000, "kvconnect": 8000, "sglang.launch_server": 30000}
 
 
@@ -165,7 +176,7 @@ def _pattern(line: str) -> str:
 class Reader:
     """Pastes blocks, one after the other."""
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, model: str, launch: str = LAUNCH) -> None:
         self._folder = folder
         self._model = model
         self._servers: list[Server] = []
@@ -175,7 +186,7 @@ class Reader:
         (folder / "bin").mkdir()
         for name, text in PROGRAMS.items():
             program = folder / "bin" / name
-            program.write_text(f"#!/bin/sh\n{text}\n")
+            program.write_text(f"#!/bin/sh\n{text.replace('LAUNCH', launch)}\n")
             program.chmod(0o755)
 
     def paste(self, block: Block, expected: str) -> None:
@@ -218,7 +229,8 @@ class Reader:
 
     def _start(self, text: str, log: Path) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(self._folder / "bin"), os.environ["PATH"]])
-        with log.open("wb") as output:
+        log.unlink(missing_ok=True)
+        with log.open("ab") as output:  # engines that are forked open it too
             return subprocess.Popen(
                 ["bash", "-c", self._script(text)],
                 stdin=subprocess.DEVNULL,
@@ -278,32 +290,78 @@ def _healthy(port: int) -> bool:
     return True
 
 
-def run_page(path: Path) -> None:
-    """Paste a page's blocks.
-
-    Raises:
-        PastedFailed: one does not work.
-    """
+def run_page(name: str, launch: str) -> bool:
+    """Paste a page's blocks; return whether all of them work."""
+    path = Path(name)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvconnect-pasted-")))
-        reader = Reader(folder, str(model_dir("bench")))
+        reader = Reader(folder, str(model_dir("bench")), launch)
         stack.callback(reader.stop)
         text = path.read_text(encoding="utf-8") if path.suffix == ".md" else f"```sh\n{path}\n```\n"
-        for block, expected in steps(text, path.name):
-            sys.stdout.write(f"== {block.place}\n{block.text}")
-            sys.stdout.flush()
-            reader.paste(block, expected)
+        try:
+            for block, expected in steps(text, path.name):
+                sys.stdout.write(f"== {block.place}\n{block.text}")
+                sys.stdout.flush()
+                reader.paste(block, expected)
+        except PastedFailed as failed:
+            sys.stdout.write(f"{failed}\n")
+            return False
+    return True
+
+
+def _run_pages(names: Iterable[str], launch: str) -> bool:
+    passed = True
+    for name in names:
+        works = run_page(name, launch)
+        passed &= works
+        sys.stdout.write(f"== {name}: {'passed' if works else 'failed'}\n")
+        sys.stdout.flush()
+    return passed
+
+
+@contextmanager
+def forking(engine: str) -> Iterator[Callable[[str], tuple[bool, str]]]:
+    """Start a process that pastes pages with ``--fork``; yields what runs one.
+
+    It takes a page's path, and returns whether all blocks work and what was printed.
+    """
+    command = ["scripts/in-netns", sys.executable, "-m", "tests.pasted", "--fork", engine]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ask, answers = process.stdin, process.stdout
+
+        def run(page: str) -> tuple[bool, str]:
+            ask.write(f"{page}\n")
+            ask.flush()
+            printed = []
+            for line in answers:
+                if line in (f"== {page}: passed\n", f"== {page}: failed\n"):
+                    return line.endswith("passed\n"), "".join(printed)
+                printed.append(line)
+            raise RuntimeError(f"ended at {page}:\n{''.join(printed)}")
+
+        yield run
 
 
 def main() -> int:
     """Run the pages that are named; return the exit status."""
-    try:
-        for name in sys.argv[1:]:
-            run_page(Path(name))
-    except PastedFailed as failed:
-        sys.stdout.write(f"{failed}\n")
-        return 1
-    return 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("pages", nargs="*", help="none: the lines of standard input")
+    parser.add_argument("--fork", choices=FORKED, help="start this engine by forking")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        launch = LAUNCH
+        if options.fork:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            fork_server = ForkServer(FORKED[options.fork], {**os.environ, **ENVIRONMENT})
+            stack.enter_context(fork_server)
+            stack.enter_context(listening(folder / "socket", fork_server))
+            launch = f"{LAUNCH} tests.forked {folder / 'socket'}"
+        passed = _run_pages(options.pages or map(str.strip, sys.stdin), launch)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

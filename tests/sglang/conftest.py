@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import SGLANG, ForkServer
 from tests.fork_server import VLLM as VLLM_MODULES
-from tests.fork_server import ForkServer
 from tests.sglang.pd import LAYERWISE, decode_server, prefill_server, side_by_side
 from tests.sglang.scenario import Fleet
 from tests.sglang.server import SglangServer, plugin_path
@@ -24,21 +24,10 @@ _STATUS = pytest.StashKey[int]()
 FAULTY = Path(__file__).with_name("faulty")
 
 
-# What the processes of a server import, as far as it may be imported before there is a server:
-# the client of Prometheus may not.
-MODULES = (
-    "sglang.launch_server",
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.managers.detokenizer_manager",
-    "tests.sglang.patient",
-)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def fork_server() -> Iterator[None]:
     """Fork servers from a process that has imported SGLang."""
-    with ForkServer(MODULES, {**os.environ, "OMP_NUM_THREADS": "1"}) as SglangServer.fork_server:
+    with ForkServer(SGLANG, {**os.environ, "OMP_NUM_THREADS": "1"}) as SglangServer.fork_server:
         yield
     SglangServer.fork_server = None
 
