@@ -237,7 +237,7 @@ class RouterPart:
         served = server.serving(options, listener, 1.0)
         self._edge = await self._ends.enter_async_context(served)
         for history in [each for each in gc.get_objects() if type(each) is History]:
-            history._most = 256  # or it takes half a million pieces of prompts to fill it
+            history._most = 256  # or it takes a quarter of a million pieces of prompts to fill it
 
     async def turn(self, number: int) -> None:
         while len(self._members) <= 2 * self.MEMBERS:

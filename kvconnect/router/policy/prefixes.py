@@ -44,7 +44,7 @@ MOST_BLOCKS = 1_000_000  # limit of blocks of one target: about 500 MB
 MOST_OF_ALL = 2_000_000  # blocks of all targets from which on each one is held to its share
 MOST_SIZES = 4  # limit of block sizes of one target
 
-CHUNK_TOKENS = 16
+CHUNK_TOKENS = 64
 """Tokens of one chunk of a :class:`PromptPrefix`."""
 
 BlockName = int

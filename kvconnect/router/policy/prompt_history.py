@@ -3,53 +3,90 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 from kvconnect.router.policy.fleet_view import Target
-from kvconnect.router.policy.prefixes import (
-    CHUNK_TOKENS,
-    CacheHit,
-    CacheTier,
-    PrefixIndex,
-    StoredBlocks,
-)
+from kvconnect.router.policy.prefixes import CHUNK_TOKENS, CacheHit
 
-_MOST = 500_000  # remembered chunks of all targets: about 200 MB
+_MOST = 250_000  # remembered chunks of all targets: about 50 MB
 
 
 class History:
     """Prompt prefixes sent to targets: an estimate of caches without KV events. Not thread-safe.
 
-    A target is assumed to hold the chunks that it was sent, until the oldest are forgotten.
+    A target is assumed to hold the chunks that it was sent last; how many, all share evenly.
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        self._index = PrefixIndex()
-        self._sent: OrderedDict[tuple[Target, int], None] = OrderedDict()
         self._most = most
+        self._sent: dict[Target, OrderedDict[int, None]] = {}  # prefixes, the oldest first
+        self._holders: dict[int, int] = {}  # prefix -> bits of the targets that were sent it
+        self._bits: dict[Target, int] = {}
+        self._targets: dict[int, Target] = {}  # by bit
+
+    def __len__(self) -> int:
+        return sum(map(len, self._sent.values()))
 
     def match(self, chunk_hashes: Sequence[int]) -> dict[Target, CacheHit]:
         """Return the longest prefix of a prompt that each target was sent, if any."""
-        found = self._index.match(chunk_hashes)
-        return {
-            target: CacheHit(tokens * CHUNK_TOKENS, worth * CHUNK_TOKENS, readable * CHUNK_TOKENS)
-            for target, (tokens, worth, readable) in found.items()
-        }
+        found: dict[Target, CacheHit] = {}
+        chunks, going = 0, 0  # how long the prefix is, and who was sent all of it
+        for prefix in _prefixes(chunk_hashes):
+            holders = self._holders.get(prefix, 0)
+            if chunks:
+                holders &= going
+                self._ended(found, going ^ holders, chunks)
+            going = holders
+            if not going:
+                break
+            chunks += 1
+        self._ended(found, going, chunks)
+        return found
 
     def sent(self, target: Target, chunk_hashes: Sequence[int]) -> None:
         """Record that a prompt was sent to ``target``."""
-        hashes: list[int] = []
-        for unit in chunk_hashes:
-            hashes.append(hash((hashes[-1] if hashes else 0, unit)))
-        self._index.stored(target, StoredBlocks(hashes, None, chunk_hashes, 1, CacheTier.DEVICE))
-        for name in reversed(hashes):  # a prompt's end is forgotten first
-            self._sent[target, name] = None
-            self._sent.move_to_end((target, name))
-        for old, name in list(islice(self._sent, max(0, len(self._sent) - self._most))):
-            del self._sent[old, name]
-            self._index.removed(old, [name], CacheTier.DEVICE)
+        if target not in self._sent:
+            self._add(target)
+        sent, bit = self._sent[target], self._bits[target]
+        for prefix in reversed(list(_prefixes(chunk_hashes))):  # a prompt's end is forgotten first
+            sent[prefix] = None
+            sent.move_to_end(prefix)
+            self._holders[prefix] = self._holders.get(prefix, 0) | bit
+        self._keep(target, self._most // len(self._sent))
 
     def forget(self, target: Target) -> None:
         """Forget all prompts sent to ``target``."""
-        self._index.cleared(target)
+        if target in self._sent:
+            self._keep(target, 0)
+            del self._sent[target], self._targets[self._bits.pop(target)]
+
+    def _add(self, target: Target) -> None:
+        bit = next(1 << number for number in count() if 1 << number not in self._targets)
+        self._sent[target], self._bits[target] = OrderedDict(), bit
+        self._targets[bit] = target
+        for other in self._sent:
+            self._keep(other, self._most // len(self._sent))
+
+    def _keep(self, target: Target, most: int) -> None:
+        sent, bit = self._sent[target], self._bits[target]
+        while len(sent) > most:
+            prefix, _ = sent.popitem(last=False)
+            self._holders[prefix] ^= bit
+            if not self._holders[prefix]:
+                del self._holders[prefix]
+
+    def _ended(self, found: dict[Target, CacheHit], bits: int, chunks: int) -> None:
+        tokens = chunks * CHUNK_TOKENS
+        while bits:
+            bit = bits & -bits
+            found[self._targets[bit]] = CacheHit(tokens, float(tokens), tokens)
+            bits ^= bit
+
+
+def _prefixes(chunk_hashes: Sequence[int]) -> Iterator[int]:
+    """Yield a name of the first chunk, of the first two, and so on."""
+    prefix = 0
+    for chunk in chunk_hashes:
+        prefix = hash((prefix, chunk))
+        yield prefix

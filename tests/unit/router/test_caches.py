@@ -66,7 +66,7 @@ def told(*events: Any) -> PrefixIndex:
 
 def test_history_counts_where_events_do_not_tell_all() -> None:
     caches = Caches(RoutingRules(prefill=RankingPolicy.CACHE_AWARE))
-    prefix = prefix_of(read_body(json.dumps({"prompt": TOKENS + [1] * 16}).encode()))
+    prefix = prefix_of(read_body(json.dumps({"prompt": TOKENS + [1] * 112}).encode()))
     role, later = Role.PREFILL, batch(stored([5] * 4, first=9, parent=8))
 
     def hits(*numbered: tuple[int, bytes]) -> int:
@@ -79,12 +79,12 @@ def test_history_counts_where_events_do_not_tell_all() -> None:
         return found
 
     caches.sent({role: A}, prefix)
-    assert hits() == 32
-    assert hits((7, later)) == 32, "the prompt's blocks were stored before"
-    assert hits((7, batch(stored(TOKENS)))) == 32, "the longer of both"
+    assert hits() == 128
+    assert hits((7, later)) == 128, "the prompt's blocks were stored before"
+    assert hits((7, batch(stored(TOKENS)))) == 128, "the longer of both"
     assert hits((0, batch(stored(TOKENS)))) == 16, "all events are known"
     assert hits((0, batch())) == 0
-    assert hits((0, batch()), (2, later)) == 32, "one was lost"
+    assert hits((0, batch()), (2, later)) == 128, "one was lost"
     caches.forget(role, 0, 1)
     assert hits((7, batch(stored(TOKENS)))) == 16
 

@@ -47,7 +47,7 @@ def units(**more: Any) -> list[int]:
 # Cached prompts ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", [SECRET, list(range(400))])
+@pytest.mark.parametrize("prompt", [SECRET * 4, list(range(1600))])
 def test_prompts_are_the_same_only_with_the_same_salt_model_and_adapter(prompt: Any) -> None:
     kinds = [
         {},
