@@ -217,9 +217,10 @@ def measure_router(endpoint: str) -> dict[str, float]:
     """Return the microseconds that a request's spans cost the router."""
     from kvconnect.router.http.http_request import HttpRequest, RequestContent
     from kvconnect.router.metrics import CallOutcome, RequestOutcome
-    from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
+    from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason
     from kvconnect.router.policy.fleet_view import Role, Target
     from kvconnect.router.policy.ranking import RankingReason
+    from kvconnect.router.policy.target_choice import TargetChoice
     from kvconnect.router.tracing import RouterSpans
 
     place = TargetChoice(Target(0), RankingReason.LEAST)

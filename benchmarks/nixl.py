@@ -1,4 +1,4 @@
-"""vLLM's ``NixlConnector``, as it is but for one thing: its agent sleeps between polls, as ours.
+"""vLLM's ``NixlConnector``, as it is but for one thing: its agent sleeps between polls.
 
 NIXL's Python API starts each agent with a thread that polls without pause: one core per engine,
 busy or not. On a machine with cores to spare that costs no time; where the engines' own work needs
@@ -17,9 +17,9 @@ os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # as vLLM does befor
 from nixl._bindings import nixlAgentConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector
 
-from kvconnect.transport.nixl.agent import POLL_US
-
 __all__ = ["NixlConnector"]
+
+POLL_US = 1000
 
 _delay = nixlAgentConfig.pthrDelay
 

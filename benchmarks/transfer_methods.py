@@ -40,13 +40,13 @@ from kvconnect.transport.base import (
     PeerUp,
     Security,
 )
-from kvconnect.transport.nixl.agent import POLL_US
 
 MIB = 1 << 20
 CONNECTIONS = ConnectionOptions().connections
 PATIENCE_S = 60.0
 MAX_IOVECS = 1024
 POLL_S = 0.0005
+POLL_US = 1000  # pause of plain NIXL's thread
 NIXL = "nixl_cu12"  # plain "nixl" would look for CUDA and load torch
 
 EventType = TypeVar("EventType", PeerUp, PeerDown, MessageReceived, PagesSent, PagesReceived)

@@ -108,15 +108,20 @@ class SharedMemory:
         could open the memory, and a forked child keep it alive. So all of this process's
         descriptors of it are made others.
         """
+        with contextlib.suppress(OSError):  # no files are left, or no /proc
+            self._replace_descriptors()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _replace_descriptors(self) -> None:
+        names = os.listdir("/proc/self/fd")
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for name in os.listdir("/proc/self/fd"):
+        for name in names:
             with contextlib.suppress(OSError):  # one that another thread has closed
                 if os.path.samestat(os.fstat(int(name)), self._file):
                     os.dup2(nothing, int(name), inheritable=False)
         os.close(nothing)
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
     @property
     def _key(self) -> int:

@@ -107,7 +107,7 @@ class RouterApp:
             ClientConcurrency(limits.client_concurrent),
             BodyMemory("request bodies", body_memory, max(body_memory // 2, limits.body_bytes)),
             BodyMemory("answers", body_memory, body_memory // 2),
-            RequestReader(limits.body_bytes, prefix=bool(caches.indexes)),
+            RequestReader(limits.body_bytes, caches),
             caches,
             RouterSpans(),
             DrainingPrefills(self._supervisor),

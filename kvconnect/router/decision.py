@@ -20,7 +20,6 @@ from kvconnect.router.policy.choice import (
     RoutedRequest,
     RoutingChoice,
     RoutingReason,
-    TargetChoice,
     choose,
 )
 from kvconnect.router.policy.expected_ttft import Disaggregate
@@ -29,6 +28,7 @@ from kvconnect.router.policy.leaving import LeftEngine, choose_next, stays
 from kvconnect.router.policy.no_choice import explain_no_choice
 from kvconnect.router.policy.prefixes import CacheHits
 from kvconnect.router.policy.rules import RoutingRules
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import Api
 from kvconnect.router.requests.body import Body, Prompt, raw_of

@@ -15,18 +15,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvconnect.observability.metrics.model import RouterMetric
 from kvconnect.observability.metrics.router_catalog import ROUTER_CATALOG
-from kvconnect.router.policy.choice import (
-    MODES,
-    Cause,
-    Mode,
-    RoutingChoice,
-    RoutingReason,
-    TargetChoice,
-)
+from kvconnect.router.policy.choice import MODES, Cause, Mode, RoutingChoice, RoutingReason
 from kvconnect.router.policy.expected_ttft import HANDOFF_DECISIONS
 from kvconnect.router.policy.fleet_view import Role, TargetLoad
 from kvconnect.router.policy.leaving import AfterDrain
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests.continuation import AfterLoss
 from kvconnect.router.requests.fields import DROPPED
 from kvconnect.router.requests.retries import Withheld

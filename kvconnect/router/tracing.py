@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 from kvconnect.observability import tracing
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.metrics import CallOutcome, RequestOutcome
-from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
+from kvconnect.router.policy.choice import RoutingChoice
 from kvconnect.router.policy.expected_ttft import HandoffDecision
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests import engine_bodies
 from kvconnect.types import PromptSource
 

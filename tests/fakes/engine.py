@@ -58,6 +58,7 @@ class FakeEngine:
         self.models: tuple[str, ...] = ("tiny",)
         self.context: int | None = 4096  # most tokens of prompt and answer
         self.well = True
+        self.completes = True  # else it has no such path, as of a model that embeds
         self.silent = 0  # to so many probes
         self.port = 0
         self.settings = ""  # after the URL, as on the command line
@@ -131,6 +132,9 @@ class FakeEngine:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if not self.completes:
+            self.got[request.path] += 1
+            return web.Response(status=404)
         params = body.get("kv_transfer_params") or {}
         if params.get("kvconnect_card") or params.get("kvconnect", {}).get("share"):
             return self._tickets(request, body)

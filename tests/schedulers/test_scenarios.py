@@ -288,6 +288,21 @@ def test_ranks_with_the_same_kv_keep_it_once(tmp_path: Path) -> None:
     assert [moved[loaded] for moved in copied] == [6 * block] * 4
 
 
+def test_of_ranks_with_the_same_kv_those_that_store_wait_for_a_disk(tmp_path: Path) -> None:
+    with made(tp=4, blocks=ROOMY, slots=20, settings=disk(tmp_path)) as engine:
+        halves = [worker.worker for worker in engine.workers]
+        news = [Mock(wraps=half._news) for half in halves]
+        for half, each in zip(halves, news, strict=True):
+            half._news = each
+        engine.faults.store_gate.close()
+        engine.add("r", Prompt(tokens(Random(3), 6 * BLOCK + 1), new=1))
+        for _ in range(4):
+            engine.step()
+        engine.faults.store_gate.open()
+        engine.drain()
+    assert [each.wait.called for each in news] == [True, False] * 2
+
+
 def copies_of(tier: HostTier) -> Counter[TransferType]:
     """Count the bytes that a tier copies from now on."""
     counted, poll = Counter[TransferType](), tier.poll

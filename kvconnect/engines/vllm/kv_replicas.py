@@ -7,6 +7,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
+from kvconnect.errors import Incompatible
 from kvconnect.offload.shared_memory import NO_MEMORY, MemoryOffer, SharedMemory
 
 logger = logging.getLogger(__name__)
 
+_MEET_S = 300.0  # all ranks register their KV caches within seconds of one another
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES = Path("/proc/self/ns/pid")
 _OF_HEADS = re.compile(r"(kv|key_value)_?heads|heads_in_group|(attention|query)_groups?")
 _HEADS = "num_key_value_heads"
 
@@ -103,16 +108,27 @@ def share_memory(
 
 
 def _machine() -> int:
-    """Return a number that differs between machines; also between processes, if the system does
-    not say on which one they are."""
+    """Return a number that differs between machines, and between containers that do not see one
+    another's processes; also between processes, if the system does not say where they are."""
     with contextlib.suppress(OSError):
-        return int(_BOOT_ID.read_text().replace("-", "")[:15], 16)
+        place = f"{_BOOT_ID.read_text()} {_PROCESSES.stat().st_ino}"
+        return int.from_bytes(blake2b(place.encode(), digest_size=7).digest(), "little")
     return int.from_bytes(os.urandom(7), "little")
 
 
 def _gather(numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of all tensor-parallel ranks."""
+    """Return the numbers of all tensor-parallel ranks.
+
+    Raises:
+        Incompatible: one of them does not come, as after an error of its own: this one's ends the
+            wait, for which the engine has no deadline.
+    """
     group = get_tp_group()
+    try:
+        torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=_MEET_S))
+    except RuntimeError as error:
+        text = f"a tensor-parallel rank did not register its KV cache within {_MEET_S:g} s"
+        raise Incompatible(text, f"see the log of the rank that failed ({error})") from error
     own = torch.tensor(numbers, dtype=torch.int64)
     found = [torch.empty_like(own) for _ in range(group.world_size)]
     torch.distributed.all_gather(found, own, group=group.cpu_group)

@@ -288,7 +288,9 @@ class ConnectorWorker:
                 _add_failures(cache, done.job.req_id, done.report, self._errors, failed)
                 if not done.job.sync:
                     finished.add(done.job.req_id)
-        if self._step.idle and self._idle_s:
+        # Tiers have news for ranks that store; the step lasts until these have answered.
+        awaits = self._tier is None or self._tier.stores
+        if self._step.idle and self._idle_s and awaits:
             self._news.wait(self._idle_s)
         self._news.clear()
         if self._agent is not None:  # its poll clears the news, so that of the tiers comes after it

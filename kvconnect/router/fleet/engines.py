@@ -16,11 +16,12 @@ from kvconnect.router.connections.engine_connection import BaseUrl
 from kvconnect.router.engine_spec import EngineSpec
 from kvconnect.router.fleet.pairing import EnginePair, Pairing
 from kvconnect.router.options import RouterOptions
-from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
+from kvconnect.router.policy.choice import RoutingChoice
 from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView, Role
 from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prompt_times import NOTHING_KNOWN, PromptTimer
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests.engine_bodies import EngineTicket, TicketKind
 
 logger = logging.getLogger(__name__)
@@ -202,18 +203,18 @@ class Engine:
     def began(self, chosen: TargetChoice, now: float) -> None:
         """Count a request that starts."""
         self.open += 1
-        self.loads.begin(chosen.target.rank, chosen.tokens, now)
+        self.loads.begin(chosen.target.rank, chosen.load_tokens, now)
         self.breaker.begin(now)
 
     def computed(self, chosen: TargetChoice) -> None:
         """Count a request whose answer is on its way: its tokens are no load any more."""
-        self.loads.end(chosen.target.rank, chosen.tokens)
+        self.loads.end(chosen.target.rank, chosen.load_tokens)
 
     def ended(self, chosen: TargetChoice, *, computed: bool) -> None:
         """Count a request that ended. ``computed``: :meth:`computed` was called."""
         self.open -= 1
         if not computed:
-            self.loads.end(chosen.target.rank, chosen.tokens)
+            self.loads.end(chosen.target.rank, chosen.load_tokens)
 
     @contextmanager
     def awaited(self, chosen: TargetChoice | None = None) -> Iterator[None]:
@@ -222,14 +223,14 @@ class Engine:
         self.open += 1
         if chosen is not None:
             now = time.monotonic()
-            self.loads.begin(chosen.target.rank, chosen.tokens, now)
+            self.loads.begin(chosen.target.rank, chosen.load_tokens, now)
             self.breaker.begin(now)
         try:
             yield
         finally:
             self.open -= 1
             if chosen is not None:
-                self.loads.end(chosen.target.rank, chosen.tokens)
+                self.loads.end(chosen.target.rank, chosen.load_tokens)
 
     def hold_ticket(self, kind: TicketKind, rank: int, ticket: EngineTicket, asked: float) -> None:
         """Keep a ticket requested at time ``asked``, unless the engine is down."""

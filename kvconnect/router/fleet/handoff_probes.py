@@ -24,9 +24,10 @@ from kvconnect.router.fleet import reports
 from kvconnect.router.fleet.engines import Engine, Fleet
 from kvconnect.router.fleet.pairing import EnginePair
 from kvconnect.router.metrics import ProbeOutcome, RouterMetrics
-from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
+from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason
 from kvconnect.router.policy.fleet_view import ModelKnowledge, Role, Target
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.supervisor import Supervisor, TaskKind
 

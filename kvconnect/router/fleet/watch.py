@@ -44,6 +44,7 @@ ASK_TIMEOUT_S = 30.0  # a request for a standing ticket queues behind real prefi
 _RENEW_AT = 0.5  # part of its lifetime after which a ticket is renewed
 RENEW_LEAST_S = 0.5  # to the next one, whatever an engine says: each is a request to it
 _NO_SUCH_PATH = range(300, 500)  # statuses
+_NOT_GENERATING = (400, 404, 405, 501)  # statuses of completions, as of a model that embeds
 NOT_SHARED_S = 120.0  # an engine that offered no share ticket is asked again in half that time
 
 FAILED = (Unreachable, ConnectionLost, TimeoutError, Refused)
@@ -218,8 +219,7 @@ class Watcher:
 
     async def _tokens(self) -> dict[int, float]:
         if self._engine.spec.kind is not EngineKind.SGLANG:
-            answer = await self._vllm_metrics()
-            return self._read(InputKind.LOAD, _text_of(reports.vllm_tokens), answer)
+            return await self._vllm_tokens()
         status, answer = await self._pool.get(
             self._engine.base, "/v1/loads?include=core", ASK_TIMEOUT_S
         )
@@ -229,16 +229,20 @@ class Watcher:
         good = _body_of("/v1/loads", status, answer)
         return self._read(InputKind.LOAD, reports.sglang_tokens, good)
 
-    async def _vllm_metrics(self) -> bytes:
-        """Return the metrics of vLLM's load. The whole text takes an engine many milliseconds, in
-        the process that sends its tokens."""
+    async def _vllm_tokens(self) -> dict[int, float]:
+        """Ask for two metrics: all take an engine many milliseconds, in the process that sends its
+        tokens. Where several processes serve the API, vLLM finds none by name, so all are asked
+        for."""
+        read, path = _text_of(reports.vllm_tokens), reports.VLLM_LOAD
         if self._selects:
-            path = reports.VLLM_LOAD
             status, answer = await self._pool.get(self._engine.base, path, ASK_TIMEOUT_S)
-            self._selects = status not in _NO_SUCH_PATH
-            if self._selects:
-                return _body_of(path, status, answer)
-        return await self.get("/metrics")
+            if status not in _NO_SUCH_PATH:
+                found = self._read(InputKind.LOAD, read, _body_of(path, status, answer))
+                if found:
+                    return found
+        found = self._read(InputKind.LOAD, read, await self.get("/metrics"))
+        self._selects = self._selects and not found
+        return found
 
     async def _keep_tickets(self) -> None:
         """Renew tickets early, and at once when the engine comes back."""
@@ -267,6 +271,8 @@ class Watcher:
         headers = {engine_bodies.RANK_HEADER: str(rank)} if ranks > 1 else {}
         head = request_head(base, "POST", "/v1/completions", headers, len(body))
         status, response = await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
+        if status in _NOT_GENERATING and TicketKind.STANDING not in self._kinds:
+            return NOT_SHARED_S
         answer = _body_of("/v1/completions", status, response)
         what, lifetime_s = InputKind.TICKET, NOT_SHARED_S
         if TicketKind.SHARE in self._kinds:

@@ -22,8 +22,9 @@ from kvconnect.router.http.receipt_stream import ReceiptStream
 from kvconnect.router.http.renamed_stream import RenamedStream
 from kvconnect.router.http.reply import Reply
 from kvconnect.router.http.services import Services
-from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason, TargetChoice
+from kvconnect.router.policy.choice import Mode, RoutingChoice, RoutingReason
 from kvconnect.router.policy.fleet_view import Role
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.tracing import RequestSpans
 

@@ -42,7 +42,7 @@ def client_request(
         turn,
         draw=random.random(),
         session=headers.get(_SESSION, "") or prompt.session,
-        hits=services.caches.hits(asked.prefix, base=base),
+        hits=services.caches.hits(asked.prefix, prompt.tokens, base=base),
         headers=_forwarded(headers, tenant, authorization=forward),
         permissions=Permissions(
             listed_only=bool(listening.api_keys),

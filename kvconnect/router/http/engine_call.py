@@ -27,9 +27,10 @@ from kvconnect.router.connections.relay import Passage
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.http.admission import Busy
 from kvconnect.router.metrics import CallOutcome, RouterMetrics
-from kvconnect.router.policy.choice import Cause, TargetChoice
+from kvconnect.router.policy.choice import Cause
 from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.policy.prompt_times import StartedPrompt
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.engine_bodies import EngineRequest
 from kvconnect.router.requests.errors import error_body

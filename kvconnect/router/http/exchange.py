@@ -12,6 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from kvconnect.errors import Refused
@@ -42,7 +43,6 @@ from kvconnect.router.policy.choice import RoutingChoice
 from kvconnect.router.policy.fleet_view import Role
 from kvconnect.router.policy.leaving import AfterDrain, stays
 from kvconnect.router.policy.no_choice import Unserved
-from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.apis import Api
 from kvconnect.router.requests.continuation import AfterLoss, context_of
@@ -78,7 +78,7 @@ class Exchange:
         self._received_at = time.monotonic()
         self._outcome = RequestOutcome.CANCELLED  # until another outcome is known
         self._deadline = asyncio.timeout(services.options.limits.timeout_s)
-        self._prefix: PromptPrefix | None = None  # of what the engines are asked
+        self._chunk_hashes: Sequence[int] = ()  # of what the engines are asked
         self._journaled: JournaledStream | None = None
         self._unjournaled: AfterLoss | None = None  # why a stream is not, where others are
         self._left = contextlib.ExitStack()  # keeps a drained engine until another one goes on
@@ -122,7 +122,8 @@ class Exchange:
                 turn = services.admission.enter(client, self._tenant.weight)
                 async with self._spans.queue_wait(turn):
                     request = client_request(services, self._request, asked, self._api, self._turn)
-                    self._prefix = asked.prefix
+                    self._chunk_hashes = asked.prefix.chunk_hashes if asked.prefix else ()
+                    del asked  # token ids are kept no longer
                     decision = Decision(request, services.rules, services.retries, _new_id)
                     if request.prompt.streamed and not self._api.decode_only:
                         self._reply.comment_after(services.options.limits.comment_s)
@@ -197,7 +198,6 @@ class Exchange:
                 self._journal(request, choice, room)
                 self._reply.choice = choice
                 services.metrics.chosen(choice)
-                services.caches.sent(choice.targets, self._prefix)
                 try:
                     with FreedFrames():
                         await self._attempt(decision, choice, room)
@@ -220,6 +220,7 @@ class Exchange:
         attempt = Attempt(
             self._services, self._spans, self._reply, decision, choice, room, self._journaled
         )
+        self._services.caches.sent(choice.targets, self._chunk_hashes)
         try:
             async with attempt.answer() as answer:
                 response: HttpResponse | None = None
@@ -375,7 +376,7 @@ class Exchange:
         if (reason := journaled.go_on(decision, choice, drained=drained)) is not None:
             await self._break_off(str(error), RequestOutcome.BROKEN, reason)
             return False
-        self._prefix = journaled.prefix
+        self._chunk_hashes = journaled.chunk_hashes
         return True
 
     async def _break_off(

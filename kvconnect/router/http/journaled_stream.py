@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvconnect.router.connections.engine_connection import ConnectionLost, Unreachable
 from kvconnect.router.connections.http1 import request_head
@@ -17,7 +17,6 @@ from kvconnect.router.http.services import Services
 from kvconnect.router.policy.choice import RoutingChoice
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from kvconnect.router.policy.leaving import after_drain
-from kvconnect.router.policy.prefixes import PromptPrefix
 from kvconnect.router.requests import text_ends
 from kvconnect.router.requests.body import Body, prefix_of, prompt_of
 from kvconnect.router.requests.continuation import AfterLoss
@@ -57,7 +56,7 @@ class JournaledStream:
         self._sent = 0  # so much, when the last engine began
         self.journal = journaled.journal
         self.continued = 0
-        self.prefix: PromptPrefix | None = None
+        self.chunk_hashes: Sequence[int] = ()
 
     async def write(self, chunk: bytes, *, last: bool = False) -> None:
         """See :meth:`Reply.write`. What ends before its last event has no end yet."""
@@ -173,7 +172,9 @@ class JournaledStream:
     def _rest(self, body: Body) -> ClientRequest:
         """Return the request for the rest of the stream."""
         services, prompt = self._services, prompt_of(body)
-        self.prefix = prefix_of(body) if services.caches.indexes else None
-        base = self.prefix is not None and services.fleet.is_base(prompt.model)
-        hits = services.caches.hits(self.prefix, base=base)
+        caches = services.caches
+        prefix = prefix_of(body, ids=caches.by_ids) if caches.indexes else None
+        self.chunk_hashes = prefix.chunk_hashes if prefix else ()
+        base = prefix is not None and services.fleet.is_base(prompt.model)
+        hits = caches.hits(prefix, prompt.tokens, base=base)
         return self._request._replace(api=self._api, body=body, prompt=prompt, hits=hits)

@@ -12,8 +12,9 @@ from kvconnect.router.http.engine_call import EngineResponse
 from kvconnect.router.http.http_request import HttpRequest
 from kvconnect.router.http.http_response import HttpResponse
 from kvconnect.router.http.response_writer import ResponseStream
-from kvconnect.router.policy.choice import RoutingChoice, TargetChoice
+from kvconnect.router.policy.choice import RoutingChoice
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.errors import error_body
 from kvconnect.router.requests.event_form import EventForm

@@ -14,6 +14,7 @@ from kvconnect.router.freed_frames import FreedFrames
 from kvconnect.router.http.admission import SLOW, BodyAllocation, Busy
 from kvconnect.router.http.http_request import HttpError, HttpRequest
 from kvconnect.router.http.tenants import Tenant
+from kvconnect.router.policy.caches import Caches
 from kvconnect.router.requests import body as bodies
 from kvconnect.router.requests.apis import Api
 from kvconnect.router.requests.body import Prompt, PromptPrefix
@@ -36,9 +37,9 @@ class ParsedRequest(NamedTuple):
 class RequestReader:
     """Reads the requests of one router."""
 
-    def __init__(self, most: int, *, prefix: bool) -> None:
+    def __init__(self, most: int, caches: Caches) -> None:
         self._most = most  # bytes of a body
-        self._prefix = prefix
+        self._caches = caches
         self._thread = ThreadPoolExecutor(1, "kvconnect-bodies")
 
     def close(self) -> None:
@@ -74,7 +75,9 @@ class RequestReader:
             body[bodies.SALT] = tenant.salt(b"" if own is None else bytes(own))
         if tenant.secret:
             body = with_own_media(body, tenant.id)
-        prefix = bodies.prefix_of(body) if self._prefix and not api.decode_only else None
+        prefix, caches = None, self._caches
+        if caches.indexes and not api.decode_only:
+            prefix = bodies.prefix_of(body, ids=caches.by_ids)
         return ParsedRequest(body, bodies.prompt_of(body), prefix)
 
     async def _whole(self, request: HttpRequest, room: BodyAllocation) -> bytes | bytearray:

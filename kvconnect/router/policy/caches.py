@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvconnect.router.policy.expected_ttft import Disaggregate
 from kvconnect.router.policy.fleet_view import Role, Target
@@ -23,8 +23,13 @@ class Caches:
         self.indexes = {role: PrefixIndex() for role in roles}
         self._histories = {role: History() for role in roles}
 
-    def hits(self, prefix: PromptPrefix | None, *, base: bool) -> CacheHits:
-        """Return the cached prefixes of a prompt, by role and target.
+    @property
+    def by_ids(self) -> bool:
+        """Whether anything is known of prompts of token ids."""
+        return any(map(len, self.indexes.values()))
+
+    def hits(self, prefix: PromptPrefix | None, tokens: int, *, base: bool) -> CacheHits:
+        """Return the cached prefixes of a prompt of ``tokens`` tokens, by role and target.
 
         KV events answer for prompts of token ids; the history of sent prompts answers for others,
         for salted prompts, and for adapters (``base`` False), which events do not identify. Where
@@ -32,7 +37,7 @@ class Caches:
         """
         if prefix is None:
             return {}
-        ids = prefix.token_ids if base and prefix.plain else []
+        ids: Sequence[int] = prefix.token_ids if base and prefix.plain else ()
         found: dict[Role, dict[Target, CacheHit]] = {}
         for role, index in self.indexes.items():
             whole = index.whole if ids else frozenset()
@@ -41,16 +46,15 @@ class Caches:
             for target, hit in index.match(ids).items():
                 if target not in here or hit.tokens >= here[target].tokens:
                     here[target] = hit
-            found[role] = here
+            # The record knows bytes: media have many, and no tokens in the prompt's length.
+            found[role] = {target: hit.within(tokens) for target, hit in here.items()}
         return found
 
-    def sent(self, targets: Mapping[Role, Target], prefix: PromptPrefix | None) -> None:
+    def sent(self, targets: Mapping[Role, Target], chunk_hashes: Sequence[int]) -> None:
         """Record that a prompt was sent to ``targets``."""
-        if prefix is None:
-            return
         for role, history in self._histories.items():
             if role in targets:
-                history.sent(targets[role], prefix.chunk_hashes)
+                history.sent(targets[role], chunk_hashes)
 
     def forget(self, role: Role, engine: int, ranks: int) -> None:
         """Forget the prompts sent to an engine that went down."""

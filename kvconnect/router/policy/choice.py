@@ -11,7 +11,6 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from kvconnect.protocol.options import SOURCE
 from kvconnect.router.policy.block_sources import source_ticket
 from kvconnect.router.policy.expected_ttft import (
     Disaggregate,
@@ -35,6 +34,7 @@ from kvconnect.router.policy.ranking import (
 )
 from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.policy.serving import available
+from kvconnect.router.policy.target_choice import TargetChoice
 
 Cause = Literal["unreachable", "lost", "error"]
 """Why a request to an engine failed: no connection or a broken one, or an error response."""
@@ -87,34 +87,6 @@ MODES: tuple[tuple[Mode, RoutingReason], ...] = (
     (Mode.PLAIN, RoutingReason.DRAINED),
 )
 """Every (mode, reason) pair that the router can report."""
-
-
-class TargetChoice(NamedTuple):
-    """The target of a request to an engine, and the reason.
-
-    Attributes:
-        tokens: prompt tokens that the target has to compute or receive.
-        hit: prompt tokens that the target is expected to have cached.
-        source: share ticket of an engine that has clearly more of them; may be empty.
-        loading: computed tokens that take as long as loading the cached ones.
-    """
-
-    target: Target
-    why: RankingReason
-    tokens: int = 0
-    hit: int = 0
-    source: str = ""
-    loading: int = 0
-
-    @property
-    def work_tokens(self) -> int:
-        """Computed tokens that take as long as the prompt at the target."""
-        return self.tokens + self.loading
-
-    @property
-    def options(self) -> dict[str, str]:
-        """What the request says of its prompt's blocks."""
-        return {SOURCE: self.source} if self.source else {}
 
 
 class RoutingChoice(NamedTuple):

@@ -16,7 +16,6 @@ from kvconnect.router.policy.choice import (
     RoutedRequest,
     RoutingChoice,
     RoutingReason,
-    TargetChoice,
     choose,
     choose_target,
 )
@@ -24,6 +23,7 @@ from kvconnect.router.policy.fleet_view import EngineKind, EngineView, FleetView
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.policy.serving import available
+from kvconnect.router.policy.target_choice import TargetChoice
 
 
 class AfterDrain(StrEnum):

@@ -8,6 +8,7 @@ out, because a request's tokens do not identify them.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -59,6 +60,12 @@ class CacheHit(NamedTuple):
     worth: float = 0.0
     readable: int = 0
 
+    def within(self, tokens: int) -> CacheHit:
+        """Return what a prompt of ``tokens`` tokens can have of it."""
+        if self.tokens <= tokens:
+            return self
+        return CacheHit(tokens, min(self.worth, tokens), min(self.readable, tokens))
+
 
 CacheHits = Mapping[Role, Mapping[Target, CacheHit]]
 """Cached tokens of a prompt by role and target; a role without information is missing."""
@@ -68,13 +75,14 @@ class PromptPrefix(NamedTuple):
     """Keys of a prompt for cache lookups.
 
     Attributes:
-        token_ids: token ids of the only prompt; empty if it is text.
+        token_ids: 64-bit token ids of the only prompt; empty if it is text, or nothing is known
+            by ids.
         chunk_hashes: one hash per whole chunk; equal chunks with equal model, salt and adapter have
             equal hashes.
         plain: the body has neither salt nor adapter, so the ids alone identify blocks.
     """
 
-    token_ids: list[int]
+    token_ids: array[int]
     chunk_hashes: list[int]
     plain: bool
 

@@ -10,6 +10,7 @@ from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import CHUNK_TOKENS, CacheHit
 
 _MOST = 250_000  # remembered chunks of all targets: about 50 MB
+_PROMPTS = 8  # that a target's share has room for, however long they are
 
 
 class History:
@@ -49,11 +50,14 @@ class History:
         if target not in self._sent:
             self._add(target)
         sent, bit = self._sent[target], self._bits[target]
-        for prefix in reversed(list(_prefixes(chunk_hashes))):  # a prompt's end is forgotten first
+        share = self._most // len(self._sent)
+        most = max(1, share // _PROMPTS)
+        # A prompt's end is forgotten first.
+        for prefix in reversed(list(_prefixes(chunk_hashes[:most]))):
             sent[prefix] = None
             sent.move_to_end(prefix)
             self._holders[prefix] = self._holders.get(prefix, 0) | bit
-        self._keep(target, self._most // len(self._sent))
+        self._keep(target, share)
 
     def forget(self, target: Target) -> None:
         """Forget all prompts sent to ``target``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+from array import array
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -161,22 +162,32 @@ def prompt_of(body: Body) -> Prompt:
     )
 
 
-def prefix_of(body: Body) -> PromptPrefix:
-    """Return a prompt's cache keys. Takes bounded time: the end of a long prompt is left out."""
-    ids = token_ids_of(body)
+def prefix_of(body: Body, *, ids: bool = True) -> PromptPrefix:
+    """Return a prompt's cache keys, with its token ids if ``ids``. Takes bounded time: the end of a
+    long prompt is left out."""
+    tokens = token_ids_of(body)
     scope = hash((raw_of(body, "model"), *(raw_of(body, name) for name in _SCOPE)))
-    if ids:
+    if tokens:
         cut: list[Any] = [
-            tuple(ids[at : at + CHUNK_TOKENS]) for at in range(0, len(ids), CHUNK_TOKENS)
+            tuple(tokens[at : at + CHUNK_TOKENS]) for at in range(0, len(tokens), CHUNK_TOKENS)
         ]
-        whole = len(ids) // CHUNK_TOKENS
+        whole = len(tokens) // CHUNK_TOKENS
     else:
         text = b"\0".join(filter(None, (_words(raw_of(body, key)) for key in _TEXTS)))
         size = CHUNK_TOKENS * CHARS_PER_TOKEN
         whole = len(text) // size
         cut = [text[at * size : (at + 1) * size] for at in range(min(whole, _MOST_UNITS))]
     chunk_hashes = [hash((scope, piece)) for piece in cut[: min(whole, _MOST_UNITS)]]
-    return PromptPrefix(ids, chunk_hashes, plain=not any(_true(body, name) for name in _SCOPE))
+    plain = not any(_true(body, name) for name in _SCOPE)
+    return PromptPrefix(_packed(tokens if ids else []), chunk_hashes, plain)
+
+
+def _packed(ids: list[int]) -> array[int]:
+    """Return ids of 64 bits, none where one is larger: a list takes several times as much."""
+    try:
+        return array("q", ids)
+    except OverflowError:
+        return array("q")
 
 
 def token_ids_of(body: Body) -> list[int]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from kvconnect.engines.vllm import kv_replicas as replicas
 from kvconnect.engines.vllm.kv_replicas import kv_replicas, share_memory
+from kvconnect.errors import Incompatible
 from kvconnect.offload.shared_memory import MemoryOffer, SharedMemory
 from tests.unit.engines.vllm_caches import MODELS, full, make, mixed, window
 
@@ -186,3 +191,34 @@ def test_nobody_shares_where_the_system_gives_none(
 def test_a_share_without_a_slot_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(monkeypatch, 2)
     assert ranks.each(lambda rank: share_memory(2, lambda _: (0, 0), -1)) == [None, None]
+
+
+JOINS = """
+import sys, torch.distributed as group
+group.init_process_group("gloo", init_method=sys.argv[1], rank=1, world_size=2)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_does_not_register_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = f"file://{tmp_path}/store"
+    with subprocess.Popen([sys.executable, "-c", JOINS, place], stdin=subprocess.PIPE):
+        torch.distributed.init_process_group("gloo", init_method=place, rank=0, world_size=2)
+        try:
+            world = torch.distributed.group.WORLD
+            group = SimpleNamespace(rank_in_group=0, world_size=2, cpu_group=world)
+            monkeypatch.setattr(replicas, "get_tp_group", lambda: group)
+            monkeypatch.setattr(replicas, "_MEET_S", 0.5)
+            with pytest.raises(Incompatible, match="did not register its KV cache"):
+                share_memory(2, sizes, -1)
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def test_containers_of_a_machine_are_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = replicas._machine()
+    assert replicas._machine() == here
+    monkeypatch.setattr(replicas, "_PROCESSES", tmp_path)  # the processes of another one
+    assert replicas._machine() != here

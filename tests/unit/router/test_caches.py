@@ -23,7 +23,7 @@ from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.prefixes import MOST_SIZES, CacheHit, PrefixIndex
 from kvconnect.router.policy.ranking import RankingPolicy
 from kvconnect.router.policy.rules import RoutingRules
-from kvconnect.router.requests.body import prefix_of, read_body
+from kvconnect.router.requests.body import prefix_of, prompt_of, read_body
 from tests.fakes.engine import (
     ASK,
     Bench,
@@ -40,6 +40,7 @@ from tests.fakes.event_publisher import batch
 TOKENS = list(range(100, 116))
 A = Target(0)
 TOLD = Listening(hit_headers=True)
+IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * 100_000}"}}
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +75,11 @@ def test_history_counts_where_events_do_not_tell_all() -> None:
         for number, payload in numbered:
             if not feed.receive(number, payload):
                 feed.recover(number, payload)
-        found = caches.hits(prefix, base=True)[role].get(A, CacheHit()).tokens
+        found = caches.hits(prefix, 1000, base=True)[role].get(A, CacheHit()).tokens
         caches.indexes[role].cleared(A)
         return found
 
-    caches.sent({role: A}, prefix)
+    caches.sent({role: A}, prefix.chunk_hashes)
     assert hits() == 128
     assert hits((7, later)) == 128, "the prompt's blocks were stored before"
     assert hits((7, batch(stored(TOKENS)))) == 128, "the longer of both"
@@ -87,6 +88,52 @@ def test_history_counts_where_events_do_not_tell_all() -> None:
     assert hits((0, batch()), (2, later)) == 128, "one was lost"
     caches.forget(role, 0, 1)
     assert hits((7, batch(stored(TOKENS)))) == 16
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        pytest.param({"messages": [{"role": "user", "content": [IMAGE]}]}, id="an image"),
+        pytest.param({"prompt": "\u00e9" * 4000}, id="escaped text"),
+    ],
+)
+def test_no_more_of_a_prompt_is_cached_than_it_has_tokens(prompt: Any) -> None:
+    caches = Caches(RoutingRules(prefill=RankingPolicy.CACHE_AWARE))
+    body = read_body(json.dumps(prompt).encode())
+    prefix, tokens = prefix_of(body), prompt_of(body).tokens
+    caches.sent({Role.PREFILL: A}, prefix.chunk_hashes)
+    assert caches._histories[Role.PREFILL].match(prefix.chunk_hashes)[A].tokens > tokens
+    hit = caches.hits(prefix, tokens, base=True)[Role.PREFILL][A]
+    assert (hit.tokens, hit.worth, hit.readable) == (tokens, tokens, tokens)
+
+
+def test_token_ids_are_kept_only_where_events_tell_of_them() -> None:
+    caches = Caches(RoutingRules(prefill=RankingPolicy.CACHE_AWARE))
+    body = read_body(json.dumps({"prompt": TOKENS * 8}).encode())
+    assert not caches.by_ids
+    assert not prefix_of(body, ids=caches.by_ids).token_ids
+    RankEvents(A, caches.indexes[Role.PREFILL]).receive(0, batch(stored(TOKENS)))
+    assert caches.by_ids
+    kept = prefix_of(body, ids=caches.by_ids)
+    assert (list(kept.token_ids), kept.token_ids.itemsize) == (TOKENS * 8, 8)
+    assert kept.chunk_hashes == prefix_of(body, ids=False).chunk_hashes
+    huge = prefix_of(read_body(json.dumps({"prompt": [2**63] * 64}).encode()))
+    assert (len(huge.token_ids), len(huge.chunk_hashes)) == (0, 1)
+
+
+@on_loop
+async def test_what_no_engine_is_asked_is_cached_nowhere() -> None:
+    engines = [FakeEngine(decodes) for _ in range(2)]
+    for engine in engines:
+        engine.settings = ",engine=sglang"
+    text = "cached " * 400
+    async with bench([], engines, handoff="none", listening=TOLD) as router:
+        for n in (10**9, 1):
+            status, _, headers = await router.post({**ASK, "prompt": text, "n": n})
+            assert status == (400 if n > 1 else 200)
+            assert "x-kvconnect-decode-hit" not in headers
+        _, _, headers = await router.post({**ASK, "prompt": text})
+        assert int(headers["x-kvconnect-decode-hit"]) > 500
 
 
 # Events -----------------------------------------------------------------------------------------
@@ -366,3 +413,18 @@ async def test_share_tickets_are_renewed_where_caches_are_looked_at(
             await until(lambda: min(p.share_tickets, d.share_tickets) >= 3)
         else:
             assert (p.share_tickets, d.share_tickets) == (0, 0)
+
+
+@on_loop
+async def test_an_engine_that_completes_nothing_is_not_asked_for_tickets_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch, "RETRY_S", 0.01)
+    embeds, completes = FakeEngine(decodes), FakeEngine(decodes)
+    embeds.completes = False
+    completes.share_ticket_lifetime_s = 0.04
+    monkeypatch.setattr(watch, "RENEW_LEAST_S", 0.01)
+    async with bench([], [embeds, completes], handoff="none"):
+        await until(lambda: completes.share_tickets > 5)
+        assert embeds.got["/v1/completions"] == 1
+    assert "no tickets" not in caplog.text

@@ -21,7 +21,6 @@ from kvconnect.router.policy.choice import (
     RoutedRequest,
     RoutingChoice,
     RoutingReason,
-    TargetChoice,
     choose,
 )
 from kvconnect.router.policy.fleet_view import (
@@ -35,6 +34,7 @@ from kvconnect.router.policy.fleet_view import (
 from kvconnect.router.policy.no_choice import explain_no_choice
 from kvconnect.router.policy.ranking import RankingReason
 from kvconnect.router.policy.rules import RoutingRules
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests import engine_bodies
 from kvconnect.router.requests.body import prefix_of, prompt_of, read_body, token_ids_of
 

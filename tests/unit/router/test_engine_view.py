@@ -18,7 +18,6 @@ from kvconnect.router.fleet import engines
 from kvconnect.router.fleet.engines import Engine
 from kvconnect.router.fleet.handoff_probes import Prober
 from kvconnect.router.fleet.kv_subscriber import Subscriber
-from kvconnect.router.policy.choice import TargetChoice
 from kvconnect.router.policy.fleet_view import EngineView, ModelKnowledge, Role, Target
 from kvconnect.router.policy.loads import Loads
 from kvconnect.router.policy.prompt_times import (
@@ -29,6 +28,7 @@ from kvconnect.router.policy.prompt_times import (
     StartedPrompt,
 )
 from kvconnect.router.policy.ranking import RankingReason
+from kvconnect.router.policy.target_choice import TargetChoice
 from kvconnect.router.requests.engine_bodies import EngineTicket, TicketKind
 
 CHOSEN = TargetChoice(Target(0), RankingReason.ONLY, 10)

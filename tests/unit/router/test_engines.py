@@ -289,12 +289,26 @@ async def test_an_engine_is_up_when_it_has_said_what_it_serves(
 # vLLM -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selects", [True, False])
+async def finds_none(_: FakeEngine, request: web.Request, body: Any) -> web.StreamResponse:
+    return web.Response()
+
+
+@pytest.mark.parametrize(
+    "by_name",
+    [
+        pytest.param("these", id="as vLLM does"),
+        pytest.param(None, id="behind a proxy that passes on the one path"),
+        pytest.param(finds_none, id="several processes serve the API"),
+    ],
+)
 @on_loop
-async def test_vllm_is_asked_only_for_the_metrics_of_its_load(selects: bool) -> None:
+async def test_vllm_is_asked_only_for_the_metrics_of_its_load(by_name: Any) -> None:
     p, d = vllm(prefills, [0.5, 0.1]), vllm(decodes, [0.0])
-    if not selects:  # as behind a proxy that passes on the one path
+    selects = by_name == "these"
+    if by_name is None:
         del p.extra["/metrics/"]
+    elif not selects:
+        p.extra["/metrics/"] = by_name
     async with bench([p], [d], intervals=Intervals(0.01, 0)) as router:
         asked = "/metrics/" if selects else "/metrics"
         await until(lambda: p.got[asked] > 3)

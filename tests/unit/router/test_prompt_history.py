@@ -38,21 +38,29 @@ def test_units_are_equal_for_equal_pieces() -> None:
 
 
 def test_a_history_is_bounded_and_forgets_the_ends_of_old_prompts_first() -> None:
-    history = History(most=6)
-    history.sent(A, [1, 2, 3, 4])
+    history = History(most=32)  # a prompt has room for four
+    history.sent(A, [1, 2, 3, 4, 5])
+    assert history.match([1, 2, 3, 4, 5]) == {A: hit(4)}
+    for turn in range(7):
+        history.sent(A, [10 + turn, 0, 0, 0])
+    assert len(history) == 32
     assert history.match([1, 2, 3, 9]) == {A: hit(3)}
-    history.sent(B, [5, 6, 7, 8])
-    assert history.match([1, 2, 3, 4]) == {A: hit(3)}, "two targets have three each"
-    assert history.match([5, 6, 7, 8]) == {B: hit(3)}
     history.sent(A, [1, 2])
-    history.sent(A, [9])
-    assert history.match([1, 2, 3]) == {A: hit(2)}, "what is sent again is kept"
+    history.sent(A, [20])
+    assert history.match([1, 2, 3, 4]) == {A: hit(3)}, "its end goes first"
+    history.sent(B, [5])  # two targets have sixteen each
+    assert (len(history), history.match([5])) == (17, {B: hit(1)})
+    assert history.match([1, 2, 3, 4]) == {A: hit(2)}, "what is sent again is kept"
     history.forget(A)
-    assert history.match([1, 2]) == {}
-    for turn in range(50):
-        history.sent(A, [turn, turn])
-        history.sent(B, [turn, turn])
-    assert len(history) == 6
+    assert (len(history), history.match([1, 2])) == (1, {})
+
+
+def test_one_long_prompt_is_not_all_that_is_known() -> None:
+    history = History(most=80)
+    for prompt in range(7):
+        history.sent(A, [prompt, 1])
+    history.sent(A, list(range(100, 300)))
+    assert all(history.match([prompt, 1]) == {A: hit(2)} for prompt in range(7))
 
 
 def test_each_target_has_the_prefix_that_it_was_sent() -> None:
@@ -76,7 +84,7 @@ def test_each_target_has_the_prefix_that_it_was_sent() -> None:
 def test_it_is_a_list_of_prefixes_by_target(
     steps: list[tuple[str, Target, list[int]]], prompt: list[int]
 ) -> None:
-    history, model = History(most=12), dict[Target, list[tuple[int, ...]]]()
+    history, model = History(most=48), dict[Target, list[tuple[int, ...]]]()
     for step, target, chunks in steps:
         if step == "forget":
             history.forget(target)
@@ -84,11 +92,12 @@ def test_it_is_a_list_of_prefixes_by_target(
             continue
         history.sent(target, chunks)
         known = model.setdefault(target, [])
-        for end in range(len(chunks), 0, -1):
+        share = 48 // len(model)
+        for end in range(min(len(chunks), share // 8), 0, -1):
             prefix = tuple(chunks[:end])
             known[:] = [one for one in known if one != prefix] + [prefix]
         for held in model.values():
-            del held[: max(0, len(held) - 12 // len(model))]
+            del held[: max(0, len(held) - share)]
     ends = {
         target: sum(tuple(prompt[:end]) in held for end in range(1, len(prompt) + 1))
         for target, held in model.items()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnect.router.policy import choice
-from kvconnect.router.policy.choice import RoutedRequest, TargetChoice, choose_target
+from kvconnect.router.policy.choice import RoutedRequest, choose_target
 from kvconnect.router.policy.fleet_view import EngineView, Role, Target, TargetLoad
 from kvconnect.router.policy.prefixes import CacheHit
 from kvconnect.router.policy.ranking import (
@@ -23,6 +23,7 @@ from kvconnect.router.policy.ranking import (
     tokens_at,
 )
 from kvconnect.router.policy.rules import RoutingRules
+from kvconnect.router.policy.target_choice import TargetChoice
 
 LOAD_AWARE = (RankingPolicy.LEAST_TOKENS, RankingPolicy.CACHE_AWARE)
 
@@ -205,3 +206,19 @@ def test_a_single_target_is_not_ranked(
     found(only, EngineView(8, True))
     found(EngineView(7, True, (TargetLoad(), TargetLoad())))
     assert rankings.call_count >= 3
+
+
+def test_streams_with_a_common_prefix_fill_more_than_one_target() -> None:
+    """Also where no engine reports its load."""
+    rules = RoutingRules(RankingPolicy.CACHE_AWARE, RankingPolicy.CACHE_AWARE)
+    hits = {Role.DECODE: {Target(0): CacheHit(8000, 8000.0)}}
+    own = [0, 0]
+    for turn in range(64):
+        engines = [EngineView(at, True, (TargetLoad(load),)) for at, load in enumerate(own)]
+        request = RoutedRequest(turn, 8050, hits=hits)
+        found = choose_target(engines, request, Role.DECODE, rules)
+        own[found.target.engine] += found.load_tokens
+        if found.target.engine:
+            break
+    assert turn == 8, "eight cached tokens are as much load as a computed one"
+    assert own == [8 * (50 + 1000), 8050]

@@ -10,6 +10,8 @@ import pytest
 from kvconnect.router.http.admission import BodyAllocation, BodyMemory, Busy
 from kvconnect.router.http.http_request import HttpError, RequestContent
 from kvconnect.router.http.request_reader import RequestReader
+from kvconnect.router.policy.caches import Caches
+from kvconnect.router.policy.rules import RoutingRules
 from tests.fakes.engine import on_loop
 
 
@@ -24,7 +26,7 @@ def sent(*pieces: bytes, whole: bool = True) -> Any:
 
 
 async def read(request: Any, room: BodyAllocation, most: int = 100) -> bytes:
-    reader = RequestReader(most, prefix=False)
+    reader = RequestReader(most, Caches(RoutingRules()))
     try:
         return bytes(await reader._whole(request, room))
     finally:

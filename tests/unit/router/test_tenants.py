@@ -26,6 +26,7 @@ from kvconnect.router.policy.caches import Caches
 from kvconnect.router.policy.fleet_view import Role, Target
 from kvconnect.router.policy.prefixes import CacheTier, StoredBlocks
 from kvconnect.router.policy.ranking import RankingPolicy
+from kvconnect.router.policy.rules import RoutingRules
 from kvconnect.router.requests.body import prefix_of, read_body
 from tests.fakes.engine import Bench, FakeEngine, bench, decodes, hangs, on_loop, prefills, until
 
@@ -71,7 +72,7 @@ def test_events_say_nothing_about_prompts_with_a_salt_or_of_adapters() -> None:
 
     def hits(base: bool = True, **more: Any) -> Any:
         body = read_body(msgspec.json.encode({"prompt": ids, **more}))
-        return caches.hits(prefix_of(body), base=base)[Role.PREFILL]
+        return caches.hits(prefix_of(body), 64, base=base)[Role.PREFILL]
 
     assert hits()[target].tokens == 64
     assert hits(base=False) == hits(cache_salt="a") == hits(lora_path="a") == {}
@@ -294,7 +295,7 @@ async def test_a_body_keeps_its_room_from_its_last_byte_on() -> None:
                 return piece
 
         request: Any = SimpleNamespace(content=Content())
-        assert await RequestReader(1000, prefix=False)._whole(request, whole) == b"a" * 60
+        assert await RequestReader(1000, Caches(RoutingRules()))._whole(request, whole) == b"a" * 60
         assert (whole.taken, whole.lost, len(refused)) == (60, False, 1)
 
 
@@ -333,9 +334,9 @@ async def test_large_bodies_are_parsed_off_the_loop(monkeypatch: pytest.MonkeyPa
     async with bench([p], [d], **AWARE) as router:
         names = set()
 
-        def spy(body: Any) -> Any:
+        def spy(body: Any, *, ids: bool) -> Any:
             names.add(threading.current_thread().name.partition("_")[0])
-            return prefix_of(body)
+            return prefix_of(body, ids=ids)
 
         monkeypatch.setattr("kvconnect.router.requests.body.prefix_of", spy)
         assert (await router.post(ASK | {"prompt": "b" * 900_000})).status == 200
