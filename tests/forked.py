@@ -33,9 +33,9 @@ class _Handler(socketserver.StreamRequestHandler):
         child = self.server.fork_server.start(request["argv"], request["env"], request["log"])
         self.wfile.write(b"%d\n" % child.pid)
         while child.poll() is None:
-            if select.select([self.connection], [], [], _LOOK_S)[0]:  # the command was killed
-                _signal(child.pid, signal.SIGKILL)
-                return
+            if select.select([self.connection], [], [], _LOOK_S)[0]:
+                break  # the command was killed
+        _signal(child.pid, signal.SIGKILL)  # also what its leader left
 
 
 class _Listener(socketserver.ThreadingUnixStreamServer):

@@ -21,7 +21,7 @@ from kvconnect.errors import ConfigError, KVConnectError, Refused
 from kvconnect.router.cache_admin import CacheAdmin
 from kvconnect.router.engine_spec import engine_spec
 from kvconnect.router.fleet.engines import Engine, Fleet
-from kvconnect.router.fleet.membership import ADMIN, Membership
+from kvconnect.router.fleet.membership import ADMIN, FLAGS, Membership
 from kvconnect.router.fleet.role_switch import RoleSwitch
 from kvconnect.router.policy.fleet_view import Role
 
@@ -56,11 +56,18 @@ class Admin:
 
     async def drain(self, request: web.Request) -> web.Response:
         """Send no more requests to an engine."""
-        return await self._end(request, self._membership.drain)
+        engine = await self._engine_in(request)
+        self._membership.drain(engine)
+        return web.json_response(self._described(engine, time.monotonic()))
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Drain an engine, then forget it."""
-        return await self._end(request, self._membership.remove)
+        """Drain an engine, then forget it. One that a source names would come back."""
+        engine = await self._engine_in(request)
+        source = self._membership.source_of(engine)
+        if source not in (FLAGS, ADMIN, ""):
+            return _refused(409, f"it is named by {source}: remove it there, or drain it")
+        self._membership.remove(engine)
+        return web.json_response(self._described(engine, time.monotonic()))
 
     async def switch(self, request: web.Request) -> web.Response:
         """Switch an engine to the other role; answers when it has switched or has been refused."""
@@ -70,11 +77,6 @@ class Admin:
         except Refused as error:
             return _refused(409, str(error))
         return web.json_response(self._described(new, time.monotonic()))
-
-    async def _end(self, request: web.Request, end: Callable[[Engine], None]) -> web.Response:
-        engine = await self._engine_in(request)
-        end(engine)
-        return web.json_response(self._described(engine, time.monotonic()))
 
     async def _engine_in(self, request: web.Request) -> Engine:
         """Return the engine that the body names.

@@ -125,9 +125,10 @@ def _gather(numbers: Sequence[int]) -> list[list[int]]:
     """
     group = get_tp_group()
     try:
-        torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=_MEET_S))
+        # The group's own: torch's function refuses groups that have NCCL, too.
+        group.cpu_group.monitored_barrier(timedelta(seconds=_MEET_S), wait_all_ranks=False)
     except RuntimeError as error:
-        text = f"a tensor-parallel rank did not register its KV cache within {_MEET_S:g} s"
+        text = f"a tensor-parallel rank did not register its KV cache (limit: {_MEET_S:g} s)"
         raise Incompatible(text, f"see the log of the rank that failed ({error})") from error
     own = torch.tensor(numbers, dtype=torch.int64)
     found = [torch.empty_like(own) for _ in range(group.world_size)]

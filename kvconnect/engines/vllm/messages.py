@@ -73,9 +73,10 @@ class StepInstructions(KVConnectorMetadata):
     """One step's work, scheduler to every worker.
 
     ``epoch`` identifies the engine's incarnation. ``idle``: the step computes nothing and only
-    serves transfers. ``greet``: workers answer with their hellos, which vLLM itself passes on for
-    one connector only. ``computes``: the step computes KV. ``timed``: number of the step if its
-    time is measured; 0 otherwise. ``weights``: the weights may have changed, and workers look.
+    serves transfers. ``handoffs``: some of these are hand-offs. ``greet``: workers answer with
+    their hellos, which vLLM itself passes on for one connector only. ``computes``: the step
+    computes KV. ``timed``: number of the step if its time is measured; 0 otherwise. ``weights``:
+    the weights may have changed, and workers look.
     """
 
     offload: OffloadInstructions = field(default_factory=OffloadInstructions)
@@ -83,6 +84,7 @@ class StepInstructions(KVConnectorMetadata):
     disaggregation: DisaggregationInstructions = field(default_factory=DisaggregationInstructions)
     epoch: int = 0
     idle: bool = False
+    handoffs: bool = False
     computes: bool = False
     greet: bool = False
     timed: int = 0

@@ -247,6 +247,7 @@ class ConnectorScheduler:
         step.weights = self._weights.take()
         step.epoch, step.greet = self.handoff.epoch, not self.handoff.greeted
         step.computes, step.idle = computes, not computes and self.busy and not self.plan.busy
+        step.handoffs = self.handoff.busy
         if self.observer is not None:
             self.observer.step_built(step, output.num_scheduled_tokens)
         return step

@@ -288,8 +288,8 @@ class ConnectorWorker:
                 _add_failures(cache, done.job.req_id, done.report, self._errors, failed)
                 if not done.job.sync:
                     finished.add(done.job.req_id)
-        # Tiers have news for ranks that store; the step lasts until these have answered.
-        awaits = self._tier is None or self._tier.stores
+        # Tiers have news for ranks that store only; the step lasts until these have answered.
+        awaits = self._step.handoffs or self._tier is None or self._tier.stores
         if self._step.idle and self._idle_s and awaits:
             self._news.wait(self._idle_s)
         self._news.clear()

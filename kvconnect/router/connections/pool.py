@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from kvconnect import open_files
 from kvconnect.router.connections.engine_connection import (
     READ_BYTES,
     BaseUrl,
@@ -213,7 +214,9 @@ class ConnectionPool:
             taken = True
             return connection
         except (TimeoutError, OSError) as error:
-            kind = Exhausted if getattr(error, "errno", 0) in _NONE_LEFT else Unreachable
+            # Looking a name up says in other words that there are no files.
+            none_left = getattr(error, "errno", 0) in _NONE_LEFT or open_files.none_left()
+            kind = Exhausted if none_left else Unreachable
             raise kind(f"{base.name}: {error or 'no connection in time'}") from error
         finally:
             if not taken:  # the connection may still open, without an owner

@@ -107,6 +107,7 @@ class Subscriber:
                 except (Refused, ValueError) as error:
                     logger.warning("KV events of %s: %s", self._engine.url, error)
                     self._count_outcome("refused")
+                await asyncio.sleep(0)  # what is queued is received without a pause otherwise
 
     async def _receive(
         self, feed: RankEvents | None, rank: int | None, number: int, payload: bytes

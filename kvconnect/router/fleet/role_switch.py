@@ -39,8 +39,15 @@ class RoleSwitch:
         self._check(old, role)
         old.drain()
         new: Engine | None = None
+
+        def idle() -> bool:
+            self._check_kept(old)
+            if not self._partners(old, old.role):
+                raise Refused("url", f"no other {old.role.value} engine is up any more")
+            return not old.open
+
         try:
-            await _until(lambda: not old.open, drain_s, "its open requests did not end in time")
+            await _until(idle, drain_s, "its open requests did not end in time")
             self._check_kept(old)
             new = await self._proven(old, role)
         finally:

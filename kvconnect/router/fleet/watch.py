@@ -199,7 +199,7 @@ class Watcher:
                 self._polled.clear()
                 self._selects = True
             await engine.signals.up.wait()
-            asked = engine.loads.ask(time.monotonic())
+            asked, used = engine.loads.ask(time.monotonic()), False
             try:
                 used = engine.loads.report(asked, await self._tokens())
             except FAILED as error:
@@ -209,9 +209,8 @@ class Watcher:
                 outcome = "ok" if used else "discarded"
                 self._count_report(outcome)
             self._polled.set()
-            await (
-                wait(engine.signals.down, interval_s) if interval_s else engine.signals.down.wait()
-            )
+            pause = interval_s or (0.0 if used else RETRY_S)
+            await (wait(engine.signals.down, pause) if pause else engine.signals.down.wait())
 
     def _count_report(self, outcome: str) -> None:
         engine = self._engine
@@ -272,7 +271,8 @@ class Watcher:
         head = request_head(base, "POST", "/v1/completions", headers, len(body))
         status, response = await self._pool.whole(base, head, body, ASK_TIMEOUT_S)
         if status in _NOT_GENERATING and TicketKind.STANDING not in self._kinds:
-            return NOT_SHARED_S
+            logger.debug("%s completes nothing: %s", self._engine.url, status)
+            return NOT_SHARED_S * _RENEW_AT
         answer = _body_of("/v1/completions", status, response)
         what, lifetime_s = InputKind.TICKET, NOT_SHARED_S
         if TicketKind.SHARE in self._kinds:

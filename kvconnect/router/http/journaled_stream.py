@@ -43,7 +43,7 @@ class JournaledStream:
     Attributes:
         journal: what the client has got.
         continued: engines that have continued it.
-        prefix: of what the engine that continues it is asked; None if no policy uses it.
+        chunk_hashes: of the prompt of the engine that continues it; empty if no policy uses them.
     """
 
     def __init__(

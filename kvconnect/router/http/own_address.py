@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
 """To one such address: more would take the files of clients and engines."""
+_END_S = 1.0  # for open requests when the router ends, which has waited for its clients
 
 
 class _Refused(asyncio.Protocol):
@@ -37,7 +38,7 @@ async def at_own_address(
     Raises:
         OSError: the address cannot be used.
     """
-    runner = web.AppRunner(made)
+    runner = web.AppRunner(made, shutdown_timeout=_END_S)
     await runner.setup()
     try:
         serve = runner.server

@@ -26,7 +26,7 @@ class Caches:
     @property
     def by_ids(self) -> bool:
         """Whether anything is known of prompts of token ids."""
-        return any(map(len, self.indexes.values()))
+        return any(len(index) or index.whole for index in self.indexes.values())
 
     def hits(self, prefix: PromptPrefix | None, tokens: int, *, base: bool) -> CacheHits:
         """Return the cached prefixes of a prompt of ``tokens`` tokens, by role and target.

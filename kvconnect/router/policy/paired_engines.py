@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from kvconnect.router.policy.fleet_view import EngineView, FleetView
@@ -14,6 +14,11 @@ class PairedEngines(NamedTuple):
     prefill: list[EngineView]
     decode: list[EngineView]
     turn: int
+
+
+class _Partners(NamedTuple):
+    engines: list[EngineView]
+    places: tuple[int, ...]
 
 
 def best_group(
@@ -47,15 +52,19 @@ def _group(
     if not broken and all(_identical(first, engine) for engine in (*prefill, *decode)):
         return PairedEngines(prefill, decode, turn)
     groups: dict[tuple[int, ...], PairedEngines] = {}
+    some_broken = {index for index, _ in broken}
+    alike: list[tuple[EngineView, _Partners]] = []  # most engines have the same ones
     for engine in prefill:
-        partners = [
-            other
-            for other in decode
-            if engine.pairs_with(other, untold=untold) and (engine.index, other.index) not in broken
-        ]
-        if partners:
-            key = tuple(other.index for other in partners)
-            groups.setdefault(key, PairedEngines([], partners, 0)).prefill.append(engine)
+        partners = next((theirs for other, theirs in alike if _identical(engine, other)), None)
+        if partners is None:
+            partners = _partners(each for each in decode if engine.pairs_with(each, untold=untold))
+            alike.append((engine, partners))
+        if engine.index in some_broken:
+            well = (each for each in partners.engines if (engine.index, each.index) not in broken)
+            partners = _partners(well)
+        if partners.engines:
+            found = groups.setdefault(partners.places, PairedEngines([], partners.engines, 0))
+            found.prefill.append(engine)
     weights = [min(len(group.prefill), len(group.decode)) for group in groups.values()]
     if not weights:
         return None
@@ -65,6 +74,11 @@ def _group(
             return group._replace(turn=cycle * weight + rest)
         rest -= weight
     raise AssertionError("a turn falls into one group")
+
+
+def _partners(engines: Iterable[EngineView]) -> _Partners:
+    found = list(engines)
+    return _Partners(found, tuple(each.index for each in found))
 
 
 def _identical(mine: EngineView, theirs: EngineView) -> bool:

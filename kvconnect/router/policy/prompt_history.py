@@ -10,7 +10,8 @@ from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import CHUNK_TOKENS, CacheHit
 
 _MOST = 250_000  # remembered chunks of all targets: about 50 MB
-_PROMPTS = 8  # that a target's share has room for, however long they are
+_PROMPTS = 8  # that a target's share has room for, however long they are,
+_LONG = 2048  # but for those of so many chunks or fewer
 
 
 class History:
@@ -47,11 +48,13 @@ class History:
 
     def sent(self, target: Target, chunk_hashes: Sequence[int]) -> None:
         """Record that a prompt was sent to ``target``."""
+        if not chunk_hashes:
+            return
         if target not in self._sent:
             self._add(target)
         sent, bit = self._sent[target], self._bits[target]
         share = self._most // len(self._sent)
-        most = max(1, share // _PROMPTS)
+        most = max(share // _PROMPTS, min(share, _LONG))
         # A prompt's end is forgotten first.
         for prefix in reversed(list(_prefixes(chunk_hashes[:most]))):
             sent[prefix] = None

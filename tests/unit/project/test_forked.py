@@ -46,3 +46,18 @@ def test_a_signal_ends_both(tmp_path: Path, number: signal.Signals) -> None:
         process.send_signal(number)
         until(lambda: not forked.exists())
         process.wait(DEADLINE_S)
+
+
+def test_what_an_engine_leaves_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(
+        "import os, time\nif os.fork() == 0:\n    print('pid', os.getpid(), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    path, log = tmp_path / "socket", tmp_path / "log"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    command = [sys.executable, "-m", "tests.forked", str(path), "leaves"]
+    with ForkServer(["json"], environment) as server, listening(path, server):
+        with log.open("ab") as output:
+            subprocess.run(command, stdout=output, env=environment, cwd=ROOT, timeout=DEADLINE_S)
+        until(lambda: log.read_text().endswith("\n"))
+        until(lambda: not Path("/proc", log.read_text().split()[1]).exists())

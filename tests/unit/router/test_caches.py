@@ -117,6 +117,8 @@ def test_token_ids_are_kept_only_where_events_tell_of_them() -> None:
     kept = prefix_of(body, ids=caches.by_ids)
     assert (list(kept.token_ids), kept.token_ids.itemsize) == (TOKENS * 8, 8)
     assert kept.chunk_hashes == prefix_of(body, ids=False).chunk_hashes
+    caches.indexes[Role.PREFILL].began(A)  # it has none, as is known
+    assert caches.by_ids
     huge = prefix_of(read_body(json.dumps({"prompt": [2**63] * 64}).encode()))
     assert (len(huge.token_ids), len(huge.chunk_hashes)) == (0, 1)
 

@@ -29,6 +29,7 @@ from kvconnect.router.policy.fleet_view import (
     TargetLoad,
 )
 from kvconnect.router.policy.no_choice import Unserved, explain_no_choice
+from kvconnect.router.policy.paired_engines import best_group
 from kvconnect.router.policy.prefixes import CacheHit
 from kvconnect.router.policy.prompt_times import LinearTime, PromptTimes
 from kvconnect.router.policy.ranking import (
@@ -519,3 +520,22 @@ def test_a_longer_queue_never_leads_there(
 
     assert handed_off(prefill + more, decode) <= handed_off(prefill, decode)
     assert handed_off(prefill, decode + more) >= handed_off(prefill, decode)
+
+
+@pytest.mark.parametrize("broken", [frozenset(), frozenset({(0, 0)})])
+def test_a_broken_pair_does_not_have_all_engines_compared(
+    broken: frozenset[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, pairs_with = [0], EngineView.pairs_with
+
+    def count(*of: Any, **how: Any) -> bool:
+        compared[0] += 1
+        return pairs_with(*of, **how)
+
+    monkeypatch.setattr(EngineView, "pairs_with", count)
+    engines = [EngineView(at, True, version="1") for at in range(64)]
+    view = FleetView(tuple(engines), tuple(engines), broken)
+    group = best_group(view, engines, engines, turn=1)
+    assert group is not None
+    assert (len(group.prefill), len(group.decode)) == (64 - len(broken), 64)
+    assert compared[0] <= 64

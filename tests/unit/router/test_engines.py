@@ -319,6 +319,29 @@ async def test_vllm_is_asked_only_for_the_metrics_of_its_load(by_name: Any) -> N
 
 
 @on_loop
+async def test_ranks_that_are_not_told_at_once_are_asked_for_again() -> None:
+    d = vllm(decodes, [0.0, 0.0])
+    told = d.extra["/metrics/"]
+
+    async def fails(*_: Any) -> web.StreamResponse:
+        return web.Response(status=500)
+
+    d.extra["/metrics/"] = fails
+    async with bench([], [d], intervals=Intervals(0, 0), handoff="none") as router:
+        await until(lambda: d.got["/metrics/"] > 1)
+        d.extra["/metrics/"] = told
+
+        async def second_rank() -> bool:
+            _, _, headers = await router.post(ASK)
+            return headers.get("x-kvconnect-decode-rank") == "1"
+
+        await until(second_rank)
+        asked = d.got["/metrics/"]
+        await router.post(ASK)
+        assert d.got["/metrics/"] == asked, "once it is known, it is not asked for"
+
+
+@on_loop
 async def test_ranks_of_vllm_are_named_in_a_header_and_have_cards_of_their_own() -> None:
     p, d = vllm(prefills, [0.5, 0.1]), vllm(decodes, [0.0, 0.0, 0.2])
     async with bench([p], [d]) as router:

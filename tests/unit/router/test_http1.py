@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
+from kvconnect import open_files
 from kvconnect.router.connections import pool
 from kvconnect.router.connections.engine_connection import (
     READ_BYTES,
@@ -329,6 +330,11 @@ async def test_an_engine_is_not_blamed_for_what_is_used_up_here(
             with pytest.raises(Unreachable) as failed:
                 await ask(client, base)
         assert isinstance(failed.value, Exhausted) is not blamed
+        with monkeypatch.context() as within:  # a name that cannot be looked up, for want of files
+            within.setattr(loop, "create_connection", refuse, raising=False)
+            within.setattr(open_files, "none_left", lambda: True)
+            with pytest.raises(Exhausted):
+                await ask(client, base)
         assert await ask(client, base) == b"ok"
 
 

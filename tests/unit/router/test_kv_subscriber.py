@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -209,3 +211,39 @@ async def test_text_goes_where_it_was_sent_before() -> None:
             assert headers["x-kvconnect-prefill-reason"] == want
         assert all(len(set(found)) == 1 for found in places.values())
         assert len({found[0] for found in places.values()}) == 3
+
+
+class Backlog:
+    """A socket that has messages, and then none: receiving them never waits."""
+
+    def __init__(self, *messages: list[bytes]) -> None:
+        self._left = list(messages)
+
+    def __enter__(self) -> Backlog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def subscribe(self, _: bytes) -> None:
+        pass
+
+    connect = subscribe
+
+    async def recv_multipart(self) -> list[bytes]:
+        if not self._left:
+            await asyncio.Event().wait()
+        return self._left.pop(0)
+
+
+@on_loop
+async def test_others_have_their_turn_between_two_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [[b"kv", number.to_bytes(8, "big"), batch()] for number in range(50)]
+    context = SimpleNamespace(socket=lambda _: Backlog(*messages))
+    monkeypatch.setattr(kv_subscriber.zmq.asyncio.Context, "instance", lambda: context)
+    turns: list[int] = []
+    async with following(1) as (_, _, outcomes):
+        while len(outcomes) < 50:
+            turns.append(len(outcomes))
+            await asyncio.sleep(0)
+    assert all(after - before <= 1 for before, after in itertools.pairwise(turns))

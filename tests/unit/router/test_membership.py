@@ -438,6 +438,23 @@ async def test_dns_adds_engines_and_a_failed_lookup_removes_none(
             assert await serves()
 
 
+@on_loop
+async def test_dns_may_name_a_part_of_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = EngineSpec("http://127.0.0.1:1"), EngineSpec("http://127.0.0.1:2")
+    answers = [(a, b), (a,), (b, a), (a,), (), (a,), (a,)]
+
+    async def found(*_: Any) -> tuple[EngineSpec, ...]:
+        return answers.pop(0)
+
+    monkeypatch.setattr(dns, "resolve", found)
+    named = []
+    async for engines in dns.follow(Role.DECODE, "http://many:1", lambda *_: None):
+        named.append(set(engines[Role.DECODE]))
+        if not answers:
+            break
+    assert named == [{a, b}] * 5 + [{a}], "three answers lack it; one without any counts nothing"
+
+
 # The end ----------------------------------------------------------------------------------------
 
 

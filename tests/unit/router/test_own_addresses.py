@@ -10,13 +10,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from kvconnect.errors import ConfigError
-from kvconnect.router.http.own_address import MOST_CONNECTIONS
+from kvconnect.router.http.own_address import MOST_CONNECTIONS, at_own_address
 from kvconnect.router.options import AdminAccess, Listening, RouterOptions
 from tests.fakes.engine import ASK, FakeEngine, bench, decodes, on_loop, prefills, until
 from tests.fakes.router_process import running
 from tests.links import make_certificates
+from tests.servers import free_port
 
 TOKEN = "0123456789abcdef"
 
@@ -124,3 +126,22 @@ async def test_a_port_that_is_taken_leaves_nothing_running() -> None:
     async with bench([p], [d], admin=admin) as router:  # the control: the port is free
         assert len(asyncio.all_tasks()) > len(before)
         assert (await router.post(ASK)).status == 200
+
+
+@on_loop
+async def test_a_request_that_hangs_does_not_keep_the_router() -> None:
+    asked = asyncio.Event()
+
+    async def hangs(_: web.Request) -> web.Response:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("it never ends")
+
+    made, port = web.Application(), free_port()
+    made.router.add_get("/", hangs)
+    async with aiohttp.ClientSession() as client, asyncio.timeout(40):
+        async with at_own_address("admin API", made, "127.0.0.1", port):
+            asking = asyncio.create_task(status(client, f"http://127.0.0.1:{port}/"))
+            await asked.wait()
+        with pytest.raises(aiohttp.ClientError):
+            await asking

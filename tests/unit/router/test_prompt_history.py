@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnect.router.policy import prompt_history
 from kvconnect.router.policy.fleet_view import Target
 from kvconnect.router.policy.prefixes import CacheHit
 from kvconnect.router.policy.prompt_history import History
@@ -37,6 +39,11 @@ def test_units_are_equal_for_equal_pieces() -> None:
     assert units_of({}) == []
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_history, "_LONG", 2)
+
+
 def test_a_history_is_bounded_and_forgets_the_ends_of_old_prompts_first() -> None:
     history = History(most=32)  # a prompt has room for four
     history.sent(A, [1, 2, 3, 4, 5])
@@ -57,6 +64,7 @@ def test_a_history_is_bounded_and_forgets_the_ends_of_old_prompts_first() -> Non
 
 def test_one_long_prompt_is_not_all_that_is_known() -> None:
     history = History(most=80)
+    history.sent(B, [])  # takes no share
     for prompt in range(7):
         history.sent(A, [prompt, 1])
     history.sent(A, list(range(100, 300)))
@@ -91,9 +99,11 @@ def test_it_is_a_list_of_prefixes_by_target(
             model.pop(target, None)
             continue
         history.sent(target, chunks)
+        if not chunks:
+            continue
         known = model.setdefault(target, [])
         share = 48 // len(model)
-        for end in range(min(len(chunks), share // 8), 0, -1):
+        for end in range(min(len(chunks), max(2, share // 8)), 0, -1):
             prefix = tuple(chunks[:end])
             known[:] = [one for one in known if one != prefix] + [prefix]
         for held in model.values():

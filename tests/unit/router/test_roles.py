@@ -162,6 +162,8 @@ async def test_what_cannot_succeed_is_refused_at_once(tmp_path: Path) -> None:
                 status, said = await switch(admin, role, engine)
                 assert (status, why in said["error"]) == (409, True), said
             assert (await switch(admin, "decode", named))[0] == 404
+            status, said = await admin.ask("DELETE", {"role": "prefill", "url": named.url})
+            assert status == 409 and "it is named by file: remove it there" in said["error"]
             ps[1].answer = hangs
             requests = [asyncio.create_task(admin.router.post(ASK)) for _ in range(6)]
             await until(lambda: bool(ps[1].asked))
@@ -207,3 +209,26 @@ async def test_the_last_engine_of_a_role_stays() -> None:
         ):
             status, said = await switch(admin, role, engine)
             assert status == 409 and f"no other {role} engine" in said["error"]
+
+
+@on_loop
+async def test_an_engine_goes_on_when_it_becomes_the_last_of_its_role() -> None:
+    ps, d = [FakeEngine(both), FakeEngine(hangs)], FakeEngine(both)
+    async with administered(ps, [d], handoff="pull", drain_s=600.0) as admin:
+        requests = [asyncio.create_task(admin.router.post(ASK)) for _ in range(6)]
+        await until(lambda: bool(ps[1].asked))
+        switching = asyncio.create_task(switch(admin, "prefill", ps[1]))
+
+        async def draining() -> bool:
+            (listed,) = await admin.of(ps[1].url)
+            return bool(listed["draining"])
+
+        await until(draining)
+        ps[0].well = False
+        status, said = await switching
+        assert status == 409 and "no other prefill engine is up any more" in said["error"]
+        assert not await draining()
+        for request in requests:
+            request.cancel()
+        ps[1].answer = both
+        assert (await admin.router.post(ASK)).status == 200

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ import pytest
 from aiohttp import web
 from kubernetes import client
 
-from kvconnect.router.fleet.sources import configured_sources, file, kubernetes
+from kvconnect.router.fleet.sources import configured_sources, etcd, file, kubernetes
 from kvconnect.router.fleet.sources.kubernetes import Slices
-from kvconnect.router.options import Sources
+from kvconnect.router.options import EtcdServer, Sources
 from kvconnect.router.policy.fleet_view import EngineKind, Role
 from tests.fakes.engine import on_loop, until
 from tests.fakes.engine_source import Latest, refused
@@ -269,3 +270,30 @@ def test_a_pod_with_addresses_of_both_families_is_one_engine() -> None:
         ]
     )
     assert slices.ready() == {"10.0.0.1", "10.0.0.2", "10.0.0.9", "fd00::3"}
+
+
+# etcd -------------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_what_is_no_answer_of_etcd_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, value = (b64encode(text).decode() for text in (b"kv/decode/a", b"http://127.0.0.1:1"))
+    header = {"header": {"revision": "1"}}
+    answers: list[Any] = [{**header, "kvs": [{"key": key, "value": value}]}, {}, [], {"kvs": []}]
+    refusals: list[str] = []
+
+    def post(*_: Any, **asked: Any) -> Any:
+        assert {name: b64decode(each) for name, each in asked["json"].items()} == {
+            "key": b"kv/",
+            "range_end": b"kv0",
+        }
+        return answers.pop(0) if answers else header
+
+    monkeypatch.setattr(etcd.Etcd3Client, "get_url", lambda _, path: path)  # asks for a version
+    monkeypatch.setattr(etcd.Etcd3Client, "post", post)
+    monkeypatch.setattr(etcd, "EVERY_S", 0.0)
+    named = etcd.follow(EtcdServer("http://127.0.0.1:1/kv"), lambda *said: refusals.append(said[1]))
+    assert len((await anext(named))[Role.DECODE]) == 1
+    assert not (await anext(named))[Role.DECODE], "now there are none"
+    assert len(refusals) == 3
+    await named.aclose()

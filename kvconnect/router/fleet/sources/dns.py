@@ -14,10 +14,12 @@ from kvconnect.router.policy.fleet_view import Role
 logger = logging.getLogger(__name__)
 
 DNS_EVERY_S = 5.0
+_GONE = 3  # answers in a row that lack an address, before it is gone: some name a part of them
 
 
 async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
     """Look a name up periodically."""
+    missed: dict[EngineSpec, int] = {}  # answers in a row that lack an engine
     while True:
         try:
             found = await resolve(name, refuse)
@@ -25,7 +27,10 @@ async def follow(role: Role, name: str, refuse: OnRefused) -> EngineSource:
             logger.warning("%s: %s", name, error)
         else:
             if found:
-                yield {role: found}
+                missed = {spec: times + 1 for spec, times in missed.items()}
+                missed.update(dict.fromkeys(found, 0))
+                missed = {spec: times for spec, times in missed.items() if times < _GONE}
+                yield {role: tuple(missed)}
         await asyncio.sleep(DNS_EVERY_S)
 
 

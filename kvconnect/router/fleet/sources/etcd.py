@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -76,12 +77,19 @@ class _Client:
         """
         if not self._logged_in:
             self._log_in()
+        ends = (prefix, f"{prefix[:-1]}{chr(ord(prefix[-1]) + 1)}")
+        whole = {"key": _base64(ends[0]), "range_end": _base64(ends[1])}
         try:
-            found = self._etcd.get_prefix(prefix)
+            answer = self._etcd.post(self._etcd.get_url("/kv/range"), json=whole)
         except Etcd3Exception:  # as when the token has expired
             self._logged_in = not self._server.user
             raise
-        return sorted((entry["key"], value) for value, entry in found)
+        if "header" not in answer:  # a gateway's: etcd leaves out a list that is empty
+            raise ValueError("no header")
+        return sorted(
+            (b64decode(entry["key"]), b64decode(entry.get("value", "")))
+            for entry in answer.get("kvs", [])
+        )
 
     def _log_in(self) -> None:
         self._etcd.session.headers.pop("Authorization", None)
@@ -89,6 +97,10 @@ class _Client:
         answer = self._etcd.post(self._etcd.get_url("/auth/authenticate"), json=who)
         self._etcd.session.headers["Authorization"] = str(answer["token"])
         self._logged_in = True
+
+
+def _base64(text: str) -> str:
+    return b64encode(text.encode()).decode()
 
 
 class Entries:
