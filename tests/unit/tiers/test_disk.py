@@ -305,7 +305,7 @@ def test_other_formats_leave_first(opened: Open) -> None:
 
 def test_a_folder_has_one_owner_at_a_time(opened: Open) -> None:
     store = opened()
-    with pytest.raises(ConfigError, match=rf"owner='0'.*in use by process {os.getpid()}:"):
+    with pytest.raises(ConfigError, match=rf"path=.*in use by process {os.getpid()}:"):
         opened()
     store.close()
     opened().close()

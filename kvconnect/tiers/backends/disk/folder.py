@@ -43,8 +43,8 @@ class Folder:
                 self._handle = _lock_soon(self.files)
                 if self._handle < 0:
                     user = lock_holder(self.files)
-                    fix = f"it is in use by {user}: end that, or give every worker its own owner"
-                    raise ConfigError("owner", owner, fix)
+                    fix = f"it is in use by {user}: end that, or name another folder for this engine"
+                    raise ConfigError("path", path, fix)
                 _locked.add(self)
                 remove_leftovers(self.files)
                 self._next = 1 + max(numbers_in(self.files), default=0)
