@@ -43,7 +43,7 @@ class Folder:
                 self._handle = _lock_soon(self.files)
                 if self._handle < 0:
                     user = lock_holder(self.files)
-                    fix = f"it is in use by {user}: end that, or name another folder for this engine"
+                    fix = f"it is in use by {user}: end that, or name another folder"
                     raise ConfigError("path", path, fix)
                 _locked.add(self)
                 remove_leftovers(self.files)
