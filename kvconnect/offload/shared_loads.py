@@ -35,7 +35,9 @@ class SharedLoads:
     never for one that waits, and ``wait_s`` seconds at most."""
 
     def __init__(self, groups: Sequence[CacheGroup], wait_s: float) -> None:
-        self._groups = groups
+        self._group = leading_group(groups)
+        self._tokens = groups[self._group].block_tokens
+        self._is_full = all(each.is_full for each in groups)
         self._wait_s = wait_s
         self._loads: dict[str, _Load] = {}  # by request
         self._waits: dict[str, _Wait] = {}  # by request
@@ -44,11 +46,9 @@ class SharedLoads:
         self, req_id: str, hashes: Sequence[Sequence[bytes]], local_tokens: int, total_tokens: int
     ) -> None:
         """A load of tokens [local, total) begins, whose blocks get their names when it ends."""
-        group = leading_group(self._groups)
-        tokens = self._groups[group].block_tokens
-        numbers = range(local_tokens // tokens, total_tokens // tokens)
+        numbers = range(local_tokens // self._tokens, total_tokens // self._tokens)
         if numbers:
-            self._loads[req_id] = _Load(hashes[group], numbers)
+            self._loads[req_id] = _Load(hashes[self._group], numbers)
 
     def ended(self, req_id: str, failed: bool) -> None:
         """The load of a request has ended, if it had one."""
@@ -82,10 +82,17 @@ class SharedLoads:
         """
         if not self._loads:
             return False
-        owner = self._serving(req_id, hashes, local_tokens, num_tokens)
+        row, wait = hashes[self._group], self._waits.get(req_id)
+        load = None if wait is None else self._loads.get(wait.load)
+        if (
+            wait is not None
+            and load is not None
+            and self._serves(load, row, local_tokens, num_tokens)
+        ):
+            return now < wait.until  # no other load needs to be looked at
+        owner = self._serving(req_id, row, local_tokens, num_tokens)
         if owner is None:
             return False
-        wait = self._waits.get(req_id)
         if wait is None:
             wait = self._waits[req_id] = _Wait(owner, local_tokens, now + self._wait_s)
         elif wait.load != owner:
@@ -95,20 +102,22 @@ class SharedLoads:
         return now < wait.until
 
     def _serving(
-        self, req_id: str, hashes: Sequence[Sequence[bytes]], local_tokens: int, num_tokens: int
+        self, req_id: str, row: Sequence[bytes], local_tokens: int, num_tokens: int
     ) -> str | None:
         """Return the request whose load brings blocks that another one will find on the device."""
-        group = leading_group(self._groups)
-        tokens, row = self._groups[group].block_tokens, hashes[group]
-        first = local_tokens // tokens
-        end = min(len(row), (num_tokens - 1) // tokens)  # the engine computes the last token
-        is_full = all(each.is_full for each in self._groups)
         for owner, load in self._loads.items():
-            # What a window or a state needs is there at the end of the load only. Else half of what
-            # the load could bring must be of this prefix: a name tells all blocks before it.
-            last = min(end, load.numbers.stop) - 1
-            number = first + (last - first) // 2 if is_full else load.numbers[-1]
-            found = first <= number < end and (not is_full or first in load.numbers)
-            if found and owner != req_id and load.hashes[number] == row[number]:
+            if owner != req_id and self._serves(load, row, local_tokens, num_tokens):
                 return owner
         return None
+
+    def _serves(
+        self, load: _Load, row: Sequence[bytes], local_tokens: int, num_tokens: int
+    ) -> bool:
+        first = local_tokens // self._tokens
+        end = min(len(row), (num_tokens - 1) // self._tokens)  # the engine computes the last token
+        # What a window or a state needs is there at the end of the load only. Else half of what the
+        # load could bring must be of this prefix: a name tells all blocks before it.
+        last = min(end, load.numbers.stop) - 1
+        number = first + (last - first) // 2 if self._is_full else load.numbers[-1]
+        found = first <= number < end and (not self._is_full or first in load.numbers)
+        return found and load.hashes[number] == row[number]

@@ -301,6 +301,9 @@ class TierPlan:
                 self._stats.count("tier_decisions", label="hinted")
             waiting.not_loaded = "recompute" if chosen.more_found else None
             waiting.deadline = min(waiting.deadline, now + chosen.give_up_s)
+        if not blocks and self._follows(waiting, now):
+            waiting.working = False  # a prefetch that was planned meanwhile brings its blocks
+            return
         waiting.decided = not (blocks and self._prefetch(req_id, waiting, blocks, now))
 
     def _prefetch(

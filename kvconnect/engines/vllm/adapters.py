@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -59,14 +60,17 @@ class _Adapter:
 
 
 class _Named(NamedTuple):
-    """An adapter whose first request came while its files could not be looked at; ``at``: seconds
-    since 1970."""
+    """An adapter whose first request came while its files could not be looked at, or not read;
+    ``at``: seconds since 1970, ``files``: what was seen, if it was."""
 
     loaded: tuple[int, bool]
     at: float
+    files: tuple[_File, ...] | None
 
     def allows(self, loaded: tuple[int, bool], files: tuple[_File, ...]) -> bool:
         """Whether files that are seen now are those that the engine loaded."""
+        if self.files is not None:
+            return loaded == self.loaded and files == self.files
         latest_ns = (self.at - UNCHANGED_S) * 1e9
         return loaded == self.loaded and all(file.changed_ns < latest_ns for file in files)
 
@@ -90,7 +94,10 @@ class Adapters:
         self._late: dict[tuple[str, str], _Named] = {}  # those whose files were not seen in time
         self._checked: dict[tuple[str, str], bool] = {}  # in this step: known to be the same
         self._contents: dict[str, tuple[tuple[_File, ...], str]] = {}  # by path
+        self._lock = threading.Lock()  # of the contents, which are remembered where they are read
         self._call = TimedCalls("kvconnect-adapters")
+        # An adapter that takes long to read must not keep others' files from being looked at.
+        self._read_call = TimedCalls("kvconnect-adapter-contents")
 
     def next_step(self) -> None:
         """Read each adapter's file times again when it is needed next."""
@@ -126,14 +133,16 @@ class Adapters:
         if name in self._checked or (not late and self._is_full()):
             return None
         loaded = lora.lora_int_id, lora.load_inplace
+        files: tuple[_File, ...] | None = None
         try:
-            files, contents = self._look(lora.lora_path)
+            files = self._files(lora.lora_path)
+            contents = self._contents_of(lora.lora_path, files)
         except TimeoutError:
-            self._late.setdefault(name, _Named(loaded, time.time()))
+            self._late.setdefault(name, _Named(loaded, time.time(), files))
             self._checked[name] = False
             return None
         self._late.pop(name, None)
-        trusted = bool(contents) and (late is None or late.allows(loaded, files))
+        trusted = bool(contents and files) and (late is None or late.allows(loaded, files))
         if contents and not trusted:
             text = "the files of adapter %s of %s were seen too late: its KV is not reused"
             logger.warning(text, lora.lora_name, lora.lora_path)
@@ -156,18 +165,27 @@ class Adapters:
         they cannot be read, or not soon. May block for tens of milliseconds when the files have
         changed."""
         try:
-            return self._look(lora.lora_path)[1]
+            return self._contents_of(lora.lora_path, self._files(lora.lora_path))
         except TimeoutError:
             return ""
 
-    def _look(self, path: str) -> tuple[tuple[_File, ...], str]:
-        """Return files and contents of an adapter. Raises :class:`TimeoutError` if they are not
-        known soon."""
-        files, known = self._files(path), self._contents.get(path)
-        if known is None or known[0] != files:
-            known = files, self._call(partial(adapter_name, path))
-        remember(self._contents, path, known, MOST_DIGESTS)
-        return known
+    def _contents_of(self, path: str, files: tuple[_File, ...]) -> str:
+        """Return the contents of an adapter that has these files. Raises :class:`TimeoutError` if
+        they are not known soon."""
+        with self._lock:
+            known = self._contents.get(path)
+            if known is not None and known[0] == files:
+                remember(self._contents, path, known, MOST_DIGESTS)
+                return known[1]
+        return self._read_call(partial(self._read, path, files))
+
+    def _read(self, path: str, files: tuple[_File, ...]) -> str:
+        """Return the contents. They are remembered also if nobody waits for them any more: the next
+        request must not wait as long again."""
+        contents = adapter_name(path)
+        with self._lock:
+            remember(self._contents, path, (files, contents), MOST_DIGESTS)
+        return contents
 
     def _files(self, path: str) -> tuple[_File, ...]:
         """Return the files of an adapter; empty if they cannot be read. Raises

@@ -209,6 +209,43 @@ def test_a_late_first_look_tells_what_was_loaded_long_after_it_was_written(
     assert seen.trusted(asked)
 
 
+@pytest.mark.parametrize("how", ["same", "changed"])
+def test_an_adapter_that_takes_long_to_read_is_read_once_and_holds_up_no_other(
+    how: str, poet: LoRARequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are young: what counts is that their files were seen in time. Control: they changed."""
+    painter = LoRARequest("painter", 2, str(_copied(poet, tmp_path / "painter")))
+    singer = LoRARequest("singer", 3, str(_copied(poet, tmp_path / "singer")))
+    seen, go_on, read = Adapters(), threading.Event(), list[str]()
+    seen._read_call = TimedCalls("test", 30.0)
+    assert seen.trusted(painter)
+    real = adapters.adapter_name
+
+    def slow(path: str) -> str:
+        read.append(path)
+        if path == poet.lora_path:
+            go_on.wait()
+        return real(path)
+
+    monkeypatch.setattr(adapters, "adapter_name", slow)
+    seen._read_call._limit_s = 0.05
+    for _ in range(3):
+        seen.next_step()
+        assert not seen.trusted(poet)
+        assert not seen.trusted(singer), "its contents are not read yet"
+        assert seen.trusted(painter)
+    go_on.set()
+    assert seen._read_call._last is not None
+    seen._read_call._last.result()
+    seen._read_call = TimedCalls("test", 30.0)
+    seen.next_step()
+    if how == "changed":
+        for adapter in (poet, singer):
+            (Path(adapter.lora_path) / WEIGHTS).write_bytes(bytes([1] * 100))
+    assert [seen.trusted(poet), seen.trusted(singer)] == [how == "same"] * 2
+    assert read.count(poet.lora_path) == (1 if how == "same" else 2)
+
+
 def test_without_a_thread_for_a_look_an_adapter_is_trusted_again_later(
     poet: LoRARequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 
 from kvconnect.cache.groups import CacheGroup
@@ -85,6 +88,24 @@ def test_a_wait_has_an_end() -> None:
     loads.ended("r1", failed=True)
     loads.began("r3", HASHES, 0, 12)
     assert not loads.awaits("r2", HASHES, 0, 20, 11.0)  # of all its waits together
+
+
+def test_waiting_for_one_of_many_loads_looks_at_that_one() -> None:
+    loads, read = SharedLoads(FULL, 10.0), Counter[str]()
+
+    class Reads(list[bytes]):
+        def __getitem__(self, at: Any) -> Any:
+            read["blocks"] += 1
+            return super().__getitem__(at)
+
+    for number in range(100):
+        loads.began(f"r{number}", [[b"%d" % number] * 3], 0, 12)
+    mine = [Reads([b"99"] * 3)]
+    assert loads.awaits("waits", mine, 0, 20, 1.0)
+    assert read["blocks"] == 100
+    for _ in range(10):
+        assert loads.awaits("waits", mine, 0, 20, 1.0)
+    assert read["blocks"] == 110
 
 
 @pytest.mark.parametrize("how", ["failed", "over", "loaded"])

@@ -181,6 +181,30 @@ def test_a_record_that_cannot_be_marked_leaves_no_other_one(
     assert opened().exists([b"bad", b"other", b"last"]) == [5000, 0, 0]
 
 
+def test_of_many_records_that_cannot_be_marked_a_few_are_tried_at_a_time(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tried = opened(), list[int]()
+    many = names("k", 100)
+    put(store, [*many, b"other"])
+
+    def write_page(_: PageFile, data: bytes | bytearray, offset: int) -> None:
+        tried.append(offset)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PageFile, "write_page", write_page)
+        assert set(store.remove(many)) == {BlockOutcome.FAILED}
+        assert len(tried) == 100
+        tried.clear()
+        store.remove([b"other"])
+        assert len(tried) == 1 + 16
+    for _ in range(7):
+        store.remove([b"none"])
+    abandon(store)
+    assert not any(opened().exists([*many, b"other"])), "all are tried in turn"
+
+
 def test_a_system_without_files_costs_no_segment(
     opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

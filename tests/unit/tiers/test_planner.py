@@ -499,6 +499,20 @@ def test_a_second_request_for_the_same_prefix_waits_for_the_first_ones_prefetch(
     assert bench.ready(hashes) == 2
 
 
+def test_requests_that_arrive_together_share_a_prefetch() -> None:
+    bench, hashes = Bench(), prompt("a", 2)
+    bench.stored = dict.fromkeys(keys(hashes), 1)
+    for name in ("r1", "r2"):
+        assert bench.plan.lookup(name, bench.request(hashes), 0.0)
+    assert len(bench.step().lookups) == 2
+    assert bench.plan.lookup("r2", bench.request(hashes), 0.0), "until the prefetch of r1 ends"
+    work = bench.step()
+    assert len(work.prefetches) == 1 and not work.lookups
+    for name in ("r1", "r2"):
+        assert not bench.plan.lookup(name, bench.request(hashes), 0.0)
+    assert bench.ready(hashes) == 2
+
+
 def test_what_a_request_waits_for_is_not_displaced_by_other_prefetches() -> None:
     bench, first, second = Bench(slots=4, share=4), prompt("a", 2), prompt("b", 4)
     bench.stored = dict.fromkeys([*keys(first), *keys(second)], 1)

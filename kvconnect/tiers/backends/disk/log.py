@@ -17,6 +17,7 @@ from kvconnect.tiers.backends.disk.table import SLOTS, RecordRun, RecordTable
 
 logger = logging.getLogger(__name__)
 
+_AGAIN = 16  # records that could not be marked are tried at a time: each may take a disk seconds
 _REOPEN = 0.75  # after a restart, a segment filled to less than this takes more records
 
 
@@ -169,11 +170,13 @@ class SegmentLog:
     def _mark_dead(self, pairs: Sequence[tuple[Segment, int]]) -> None:
         """Mark replaced or removed records as deleted on disk, and then those for which that failed
         before: a restart would bring them back."""
+        again, later = self._unmarked[:_AGAIN], self._unmarked[_AGAIN:]
         rows: dict[Segment, list[int]] = {}
-        for segment, row in [*pairs, *self._unmarked]:
+        for segment, row in [*pairs, *again]:
             rows.setdefault(segment, []).append(row)
         current = self._table.segments
-        self._unmarked = [
+        self._unmarked = [each for each in later if current.get(each[0].slot) is each[0]]
+        self._unmarked += [
             (segment, row)
             for segment, which in rows.items()
             if current.get(segment.slot) is segment  # else it was evicted with all its records
