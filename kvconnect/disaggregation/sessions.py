@@ -161,6 +161,8 @@ class HandoffSessions(Sessions[HandoffSession]):
         for session in self:
             measuring = session.agreed and not session.inbound and not session.meter.path
             if measuring and now - session.since > _PROBE_TIMEOUT_S:
+                if _failed_in_probe(session):
+                    self._count_probe_failure(self.origin(session), session.name)
                 self.disconnect(
                     session.peer,
                     f"the bandwidth probe did not finish within {_PROBE_TIMEOUT_S:g} s",

@@ -50,6 +50,8 @@ def before_validate(
         _check("input_ids", request.input_ids, size)
     embeds = getattr(request, "input_embeds", None)
     if embeds is not None:
+        if input_ids is None and not hasattr(request, "stream"):  # its scheduler gets no prompt
+            raise _refusal("input_embeds", "text or ids where a prompt is embedded")
         _check_embeds(embeds, manager.model_config.hidden_size)
     stops = request.sampling_params.get("stop_token_ids") or ()
     _check("stop_token_ids", [int(each) for each in stops if each is not None], size)

@@ -38,12 +38,15 @@ from kvconnect.router.requests.prompt_limits import (
 )
 
 _SAMPLING_PARAMS = "sampling_params"
+_TILES = "max_dynamic_patch"
 _RANGES = {
     "n": (0, 128),
     "top_k": (-1, 2**30),  # SGLang's number for the whole vocabulary
     "temperature": (0, 100),  # an infinite one makes a token of a grammar no number
     "repetition_penalty": (1e-3, 2),  # a smaller one is 0 in 32 bits, and divides
     "logprob_start_len": (-1, 2**31 - 1),
+    # SGLang tries all shapes of so many tiles, in its HTTP process.
+    **dict.fromkeys((_TILES, f"image_{_TILES}", f"video_{_TILES}"), (0, 128)),
 }
 _MOST_BIAS = 1e9  # beyond it, a 32-bit float may become infinite, and no token has a probability
 _KIB = 1024
@@ -54,6 +57,7 @@ _MOST_BYTES = {
     **dict.fromkeys((*_GRAMMARS, "response_format", "text"), 256 * _KIB),
     "tools": 1024 * _KIB,
 }
+_MOST_TOOL_OBJECTS = 8192  # SGLang checks each schema in its HTTP process: about 0.5 ms an object
 # For each prompt. A least number of tokens forbids those that stop: all of them end the server.
 _MOST_IDS = {"token_ids_logprob": 4096, "label_token_ids": 4096, "stop_token_ids": 1024}
 _MOST_LISTS = 65_536  # of ids, one for each prompt
@@ -74,6 +78,24 @@ class _Typed(msgspec.Struct):
 
 class _TemplateValues(msgspec.Struct):
     spaces_between_special_tokens: bool | None = None
+    chat_template: Raw = Raw(b"")
+
+
+class _Media(msgspec.Struct):
+    max_dynamic_patch: Raw = Raw(b"")
+
+
+class _Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    image_url: _Media | str | None = None
+    video_url: _Media | str | None = None
+
+
+class _Content(msgspec.Struct):
+    """A message with its content."""
+
+    content: Raw = Raw(b"")
 
 
 class _Repetition(msgspec.Struct):
@@ -91,6 +113,9 @@ _TEMPLATE = msgspec.json.Decoder(_TemplateValues | None)
 _FORMAT = msgspec.json.Decoder(_Typed | None)
 _REPETITION = msgspec.json.Decoder(_Repetition | None)
 _MESSAGES = msgspec.json.Decoder(list[_Declaring])
+_CONTENTS = msgspec.json.Decoder(list[_Content])
+_PARTS = msgspec.json.Decoder(list[_Part])
+_STOPS = msgspec.json.Decoder(str | list[str] | None)
 _SPACES = b"spaces_between_special_tokens"
 
 
@@ -209,6 +234,10 @@ def _check_size(name: str, fields: Body) -> None:
     # `text` is a prompt unless it is the form of a response.
     if len(view) > most and (name != "text" or first_of(view) == b"{"):
         raise refusal(name, f"use {most // _KIB} KiB or less")
+    if name == "stop":
+        decoded(name, bytes(view), _STOPS, "use a text, or a list of texts")
+    if name == "tools" and bytes(view).count(b"{") > _MOST_TOOL_OBJECTS:
+        raise refusal(name, f"use {_MOST_TOOL_OBJECTS} objects or fewer")
 
 
 def _check_bias(name: str, fields: Body) -> None:
@@ -232,8 +261,25 @@ def _check_ids(name: str, fields: Body) -> None:
 
 def _check_template(name: str, fields: Body) -> None:
     raw = raw_of(fields, name)
-    if _SPACES in raw or b"\\" in raw:  # an escape may hide a name
-        decoded(name, raw, _TEMPLATE, f"use true or false for {_SPACES.decode()}")
+    if any(each in raw for each in (_SPACES, b"chat_template", b"\\")):  # an escape may hide a name
+        found = decoded(name, raw, _TEMPLATE, f"use true or false for {_SPACES.decode()}")
+        if found is not None and bytes(found.chat_template):
+            raise refusal(name, "leave out chat_template: a template is a program")
+
+
+def _check_tiles(name: str, fields: Body) -> None:
+    """Refuse more tiles of an image or video than its field may have."""
+    raw = raw_of(fields, name)
+    if _TILES.encode() not in raw and b"\\u" not in raw:
+        return
+    try:
+        contents = [bytes(each.content) for each in _CONTENTS.decode(raw)]
+        parts = [part for each in contents if each[:1] == b"[" for part in _PARTS.decode(each)]
+    except BROKEN:
+        return  # it is for the engine to say what is wrong
+    for media in (each for part in parts for each in (part.image_url, part.video_url)):
+        if isinstance(media, _Media) and bytes(media.max_dynamic_patch):
+            _check_range(_TILES, {_TILES: media.max_dynamic_patch})
 
 
 def _check_repetition(name: str, fields: Body) -> None:
@@ -252,4 +298,5 @@ _OF_SGLANG: Mapping[str, Callable[[str, Body], None]] = {
     **dict.fromkeys(_MOST_IDS, _check_ids),
     "logit_bias": _check_bias,
     "chat_template_kwargs": _check_template,
+    "messages": _check_tiles,
 }

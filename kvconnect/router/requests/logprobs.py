@@ -38,7 +38,7 @@ def wants_prompt_logprobs(path: str, body: Body) -> bool:
         Refused: they do, and cannot be put into an answer of this form.
     """
     if path == _COMPLETIONS:
-        if is_set(body, "echo") and is_set(body, "logprobs"):
+        if is_set(body, "echo") and raw_of(body, "logprobs") not in (*NOT_SET, b"0"):
             raise Refused("logprobs", f"with echo, a hand-off loses the prompt's: {_FIX}")
         return False
     if path != SGLANG_GENERATE or not is_set(body, "return_logprob"):

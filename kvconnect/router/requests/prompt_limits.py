@@ -9,7 +9,14 @@ from collections.abc import Collection
 from kvconnect.errors import Refused
 from kvconnect.router.requests.body import Body
 from kvconnect.router.requests.engine_bodies import SGLANG_GENERATE
-from kvconnect.router.requests.field_values import UNSET, first_of, one_value, refusal, view_of
+from kvconnect.router.requests.field_values import (
+    UNSET,
+    first_of,
+    is_set,
+    one_value,
+    refusal,
+    view_of,
+)
 
 _ANSWERED = ("prompt", "text", "input_ids", "prompt_embeds")
 _MOST_ANSWERED = 4096
@@ -20,6 +27,7 @@ _POOLED = (
 _MOST = 65_536  # what is embedded or scored takes no place for answers; also answers in all
 _BY_PROMPT = ("logprob_start_len", "top_logprobs_num", "return_hidden_states", "lora_path")
 """Fields that are a list only if the prompts are one. SGLang takes the list for the value."""
+_MEDIA = ("audio_data", "image_data", "video_data")
 _NATIVE = ("text", "input_ids", "input_embeds")
 _COMPLETIONS, _EMBEDDINGS, _CLASSIFY = "/v1/completions", "/v1/embeddings", "/classify"
 _PROMPTS_OF = {
@@ -63,6 +71,8 @@ def refuse_empty_prompts(path: str, body: Body) -> None:
         Refused: a prompt is empty.
     """
     names = _PROMPTS_OF[path] if path in _ANSWERS else ()
+    if path == SGLANG_GENERATE and any(is_set(body, each) for each in _MEDIA):
+        names = ("input_ids",)  # a prompt may be audio or images alone
     empty = [name for name in names if name in body and _has_empty(view_of(body, name))]
     ids = _POOLED_IDS.get(path, "")
     if ids in body and _has_empty_ids(view_of(body, ids)):

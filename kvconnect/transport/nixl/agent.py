@@ -222,6 +222,8 @@ class NixlAgent:
             TransferFailed: NIXL cannot be asked.
         """
         if notification not in self._notifications.get(session, ()):
+            if self._agent is None:
+                raise TransferFailed("the NIXL agent has ended")
             try:
                 arrived = self._agent.getNotifs({}, [])
             except self._errors as error:

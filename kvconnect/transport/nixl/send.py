@@ -191,6 +191,10 @@ class OutboundWrites:
             read.waits.close()
             held, read.held = read.held, []
             read.busy += 0 if read.over_tcp else len(held)
+            if read.over_tcp:  # under the lock, so that no cancel comes in between
+                for order in held:
+                    self._context.tcp.submit(order)
+                return
         for order in held:
             self._submit(read, order)
 

@@ -126,8 +126,8 @@ class NixlWorker:
             thread.join(_CLOSE_S)
 
     def _replace(self, exposed: NixlOffer | None, reason: str, agent: NixlAgent) -> None:
-        if agent.offer is not exposed:
-            return  # replaced already: several peers were lost together
+        if agent.offer is not exposed or self.offer is not exposed:
+            return  # replaced already, or it does not start: several peers were lost together
         self._checks.clear()
         agent.close()
         offer = None if self._retired else self._restart(reason)

@@ -165,6 +165,17 @@ def test_a_measurement_that_never_ends_is_given_up() -> None:
     assert Disconnect(link.peer, "the bandwidth probe did not finish within 60 s") in seam.orders
 
 
+def test_a_path_whose_measurement_never_ends_is_not_tried_a_third_time() -> None:
+    """As over a firewall that drops packets, where this side gives up before the other one."""
+    links, _ = make_links()
+    connected(links)
+    for times in (1, 2):
+        assert current(links).meter.paths == ("tcp", "nixl")
+        current(links).meter.rates["tcp"] = 1e9
+        links.tick(time.monotonic() + 61)
+        assert lose(links, current(links)) == (("tcp", "nixl") if times == 1 else ("tcp",))
+
+
 def test_a_path_that_is_asked_for_and_missing_is_refused_with_the_reason() -> None:
     links, seam = make_links("nixl")
     link = connected(links, ("tcp",))

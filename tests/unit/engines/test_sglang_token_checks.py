@@ -20,7 +20,7 @@ def check(
 ) -> None:
     model = SimpleNamespace(vocab_size=SIZE, hidden_size=WIDTH)
     manager = SimpleNamespace(model_config=model, mm_processor=processor)
-    known = {"input_ids": None, "sampling_params": {}, "top_logprobs_num": None}
+    known = {"input_ids": None, "sampling_params": {}, "top_logprobs_num": None, "stream": False}
     request = SimpleNamespace(**{**known, **fields}, contains_mm_input=lambda: media)
     before_validate(manager, request, prompt)
 
@@ -77,6 +77,17 @@ def test_embeddings_that_are_not_of_the_models_width_are_refused(rows: Any) -> N
 def test_embeddings_of_the_models_width_pass() -> None:
     for rows in (None, [ROW], [ROW, [65_504.0, 0, 0, 0]]):
         check(input_embeds=rows)
+
+
+def test_embeddings_are_no_prompt_that_is_embedded() -> None:
+    """SGLang's scheduler gets no prompt then."""
+    model = SimpleNamespace(vocab_size=SIZE, hidden_size=WIDTH)
+    manager = SimpleNamespace(model_config=model, mm_processor=None)
+    known = {"input_ids": None, "sampling_params": {}, "input_embeds": [ROW]}
+    request = SimpleNamespace(**known, contains_mm_input=lambda: False)
+    with pytest.raises(ValueError, match="input_embeds: use text or ids"):
+        before_validate(manager, request, None)
+    before_validate(manager, request, [5])  # a text's, which counts
 
 
 def test_more_likely_tokens_than_the_vocabulary_has_are_refused() -> None:

@@ -39,6 +39,11 @@ BEYOND: list[tuple[str, Any, Any]] = [
     *(("logit_bias", {"5": bias}, {"5": -1e9}) for bias in (1e39, -2e9, "nan", "1", True)),
     ("stop", "x" * 5000, "x" * 4000),
     ("stop", ["x" * 3000] * 2, ["x" * 100] * 32),
+    ("stop", [["a"]], ["a"]),
+    ("stop", {"a": 1}, "a"),
+    ("max_dynamic_patch", 129, 128),
+    ("image_max_dynamic_patch", 10**6, 12),
+    ("video_max_dynamic_patch", "200", 0),
     ("stop_token_ids", list(range(1025)), list(range(1024))),
     ("regex", "x" * 300_000, "x" * 260_000),
     ("ebnf", "x" * 300_000, "x"),
@@ -46,6 +51,7 @@ BEYOND: list[tuple[str, Any, Any]] = [
     ("structural_tag", "x" * 300_000, "{}"),
     ("response_format", {**SCHEMA, "x": "x" * 300_000}, SCHEMA),
     ("tools", ["x" * 1_100_000], ["x" * 1_000_000]),
+    ("tools", [{"properties": {f"p{n}": {} for n in range(8192)}}], [{"x": [{}] * 8000}]),
 ]
 """Field, what is beyond its bound, and what is at it or within."""
 
@@ -169,6 +175,30 @@ def test_a_template_value_that_ends_the_detokenizer_is_refused(value: Any) -> No
         assert refused_as(CHAT, sent, name) == ""
     for fine in ({SPACES: True}, {SPACES: None}, {"a": value, "b": "\\"}, None, value):
         assert refused(CHAT, **{name: fine}) == ""
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_template_of_a_client_is_refused(path: str) -> None:
+    """It is a program, and SGLang runs it for responses, in its HTTP process."""
+    sent = json.dumps({"chat_template_kwargs": {"chat_template": "{% for %}"}}).encode()
+    for body in (sent, sent.replace(b'"chat_template"', b'"chat\\u005ftemplate"')):
+        assert refused_as(path, body) == "chat_template_kwargs"
+    assert refused_as(path, sent, "chat_template_kwargs") == "", "the operator lets it pass"
+    assert refused(path, chat_template_kwargs={"enable_thinking": False}) == ""
+
+
+@pytest.mark.parametrize("kind", ["image_url", "video_url"])
+def test_tiles_of_one_part_of_a_message_are_bounded(kind: str) -> None:
+    def asked(most: Any) -> bytes:
+        part = {"type": kind, kind: {"url": "data:,", "max_dynamic_patch": most}}
+        text = {"type": "text", "text": "x"}
+        return json.dumps({"messages": [{"role": "user", "content": [text, part]}]}).encode()
+
+    for body in (asked(129), asked(129).replace(b'"max_d', b'"\\u006dax_d')):
+        assert refused_as(CHAT, body) == "max_dynamic_patch"
+    assert refused_as(CHAT, asked(12)) == refused_as(CHAT, asked(None)) == ""
+    plain = {"role": "user", "content": "max_dynamic_patch: 129"}
+    assert refused(CHAT, messages=[plain, {"role": "user", "content": [5]}]) == ""
 
 
 @pytest.mark.parametrize("kind", VLLM)

@@ -45,6 +45,7 @@ def test_only_prompts_log_probabilities_need_prefills_answer() -> None:
     assert not wants(return_logprob=True, logprob_start_len=-1)
     assert not wants(logprob_start_len=0, return_logprob=False)
     assert not wants("/v1/completions", logprobs=1) and not wants("/v1/completions", echo=True)
+    assert not wants("/v1/completions", echo=True, logprobs=0)
 
 
 def test_what_cannot_be_merged_is_refused() -> None:

@@ -92,6 +92,15 @@ def test_control_other_prompts_are_left_to_the_engine(prompt: Any) -> None:
     assert refused(GENERATE, input_ids=prompt) == refused(GENERATE) == ""
 
 
+@pytest.mark.parametrize("media", ["audio_data", "image_data", "video_data"])
+def test_a_prompt_may_be_media_alone(media: str) -> None:
+    for text in ("", ["", ""]):
+        assert refused(GENERATE, **{"text": text, media: "data:,"}) == ""
+        for none in (None, []):
+            assert refused(GENERATE, **{"text": text, media: none}) == "body"
+    assert refused(GENERATE, **{"input_ids": [], media: "data:,"}) == "body"
+
+
 @pytest.mark.parametrize("items", [[""], ["a", ""], [[1]], [[1], [2]], "", []])
 def test_control_texts_that_are_embedded_or_scored_are_left_to_the_tokenizer(items: Any) -> None:
     assert refused(EMBEDDINGS, input=items) == refused(CLASSIFY, text=items) == ""

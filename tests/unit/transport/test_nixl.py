@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import signal
@@ -10,6 +11,7 @@ import time
 import types
 from array import array
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ from kvconnect.transport.base import (
     Drained,
     IncomingPages,
     MemoryRegion,
+    OutgoingPages,
     PagesReceived,
     PagesSent,
     PeerDown,
@@ -185,6 +188,51 @@ def test_peers_that_are_lost_together_cost_one_agent(monkeypatch: pytest.MonkeyP
         assert len(made) == 1
         link.of_reader, link.of_source = link.connect()
         moves(link, read_id=3)
+
+
+def test_an_agent_that_does_not_start_is_not_started_for_each_lost_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with side() as reader, side(seed=1) as source:
+        link = ConnectedPair(reader, source, "nixl")
+        peers = [link.of_reader, *(link.connect()[0] for _ in range(3))]
+        for peer in peers:
+            order = IncomingPages(peer, 1, [UNIT], [(0, array("q", range(10)))], None, "nixl")
+            reader.transport.submit(order)
+        worker: NixlWorker = reader.transport._receiving  # type: ignore[attr-defined]
+        started = list[str]()
+
+        def start() -> NixlAgent:
+            started.append("again")
+            raise ConfigError("transport", "nixl", "no memory can be locked")
+
+        monkeypatch.setattr(worker, "_start", start)
+        link.of_reader, link.of_source = link.connect()
+        moves(link, read_id=2)  # by now all places have been told
+        reader.transport.submit(Disconnect(peers[0], "enough"))
+        link.until(lambda: {e.peer for e in reader.of(PeerDown)} >= set(peers), "all PeerDown")
+        assert started == ["again"]
+
+
+def test_a_cancel_comes_before_or_after_the_orders_of_an_answer() -> None:
+    """Between them, pages would be sent that the engine has freed."""
+    calls, cancels = list[str](), list[threading.Thread]()
+
+    def submit(_: object) -> None:
+        cancels.append(threading.Thread(target=lambda: writes.cancel(7)))
+        cancels[0].start()
+        cancels[0].join(0.2)  # it would have ended
+        calls.append("submit")
+
+    path = types.SimpleNamespace(submit=submit, cancel=lambda _: calls.append("cancel"))
+    waits = types.SimpleNamespace(over=lambda *_: contextlib.nullcontext())
+    context: Any = types.SimpleNamespace(tcp=path, watch=waits, peer=1)
+    writes = send.OutboundWrites(context, worker=None)  # type: ignore[arg-type]
+    peer: Any = 1
+    writes.send(OutgoingPages(peer, 7, 0, UNIT, 0, array("q", [1])))
+    writes.on_use_tcp(7)
+    cancels[0].join()
+    assert calls == ["submit", "cancel"]
 
 
 class _Recorded:
