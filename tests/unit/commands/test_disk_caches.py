@@ -198,7 +198,7 @@ def test_clear_refuses_while_an_engine_is_there(
     store = DiskStore(DiskOptions(path=str(tier), capacity=16 << 20, owner="tp1"), b"\x01")
     with pytest.raises(SystemExit, match="2"):
         main(["cache", "clear", str(tier)])
-    assert "owner tp1: it is in use by process" in capsys.readouterr().err
+    assert f"path {tier}/tp1: it is in use by process" in capsys.readouterr().err
     store.close()
     assert held(tier, "tp0", b"\x01", [b"a", b"b", b"c"]) == [b"a", b"b", b"c"]
 
@@ -344,7 +344,7 @@ def test_clear_a_tenant_not_while_an_engine_is_there(
     for flags in (("--tenant", "alice"), ("--model", "llama")):
         with pytest.raises(SystemExit, match="2"):
             main(["cache", "clear", str(shared), *flags])
-        assert "owner 1: it is in use by process" in capsys.readouterr().err
+        assert f"path {shared}/1: it is in use by process" in capsys.readouterr().err
     store.close()
     assert held(shared, "0", LLAMA, ALL) == ALL
 
