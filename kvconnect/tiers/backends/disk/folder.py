@@ -44,7 +44,7 @@ class Folder:
                 if self._handle < 0:
                     user = lock_holder(self.files)
                     fix = f"it is in use by {user}: end that, or name another folder"
-                    raise ConfigError("path", os.path.join(path, owner), fix)
+                    raise ConfigError("path", self.path, fix)
                 _locked.add(self)
                 remove_leftovers(self.files)
                 self._next = 1 + max(numbers_in(self.files), default=0)
