@@ -36,7 +36,8 @@ class SharedLoads:
 
     def __init__(self, groups: Sequence[CacheGroup], wait_s: float) -> None:
         self._group = leading_group(groups)
-        self._tokens = groups[self._group].block_tokens
+        # A model that embeds may have no KV cache, and so no loads.
+        self._tokens = groups[self._group].block_tokens if groups else 0
         self._is_full = all(each.is_full for each in groups)
         self._wait_s = wait_s
         self._loads: dict[str, _Load] = {}  # by request

@@ -90,6 +90,10 @@ def test_a_wait_has_an_end() -> None:
     assert not loads.awaits("r2", HASHES, 0, 20, 11.0)  # of all its waits together
 
 
+def test_a_model_without_kv_cache_has_no_loads() -> None:
+    assert not SharedLoads((), WAIT_S).awaits("r1", [], 0, 20, 1.0)
+
+
 def test_waiting_for_one_of_many_loads_looks_at_that_one() -> None:
     loads, read = SharedLoads(FULL, 10.0), Counter[str]()
 
