@@ -84,12 +84,8 @@ class SharedLoads:
         if not self._loads:
             return False
         row, wait = hashes[self._group], self._waits.get(req_id)
-        load = None if wait is None else self._loads.get(wait.load)
-        if (
-            wait is not None
-            and load is not None
-            and self._serves(load, row, local_tokens, num_tokens)
-        ):
+        load = wait and self._loads.get(wait.load)
+        if wait and load and self._serves(load, row, local_tokens, num_tokens):
             return now < wait.until  # no other load needs to be looked at
         owner = self._serving(req_id, row, local_tokens, num_tokens)
         if owner is None:

@@ -88,8 +88,8 @@ class _Media(msgspec.Struct):
 class _Part(msgspec.Struct):
     """A part of a message's content."""
 
-    image_url: _Media | str | None = None
-    video_url: _Media | str | None = None
+    image_url: Raw = Raw(b"")
+    video_url: Raw = Raw(b"")
 
 
 class _Content(msgspec.Struct):
@@ -115,6 +115,7 @@ _REPETITION = msgspec.json.Decoder(_Repetition | None)
 _MESSAGES = msgspec.json.Decoder(list[_Declaring])
 _CONTENTS = msgspec.json.Decoder(list[_Content])
 _PARTS = msgspec.json.Decoder(list[_Part])
+_OF_MEDIA = msgspec.json.Decoder(_Media)
 _STOPS = msgspec.json.Decoder(str | list[str] | None)
 _SPACES = b"spaces_between_special_tokens"
 
@@ -234,9 +235,16 @@ def _check_size(name: str, fields: Body) -> None:
     # `text` is a prompt unless it is the form of a response.
     if len(view) > most and (name != "text" or first_of(view) == b"{"):
         raise refusal(name, f"use {most // _KIB} KiB or less")
-    if name == "stop":
-        decoded(name, bytes(view), _STOPS, "use a text, or a list of texts")
-    if name == "tools" and bytes(view).count(b"{") > _MOST_TOOL_OBJECTS:
+
+
+def _check_stop(name: str, fields: Body) -> None:
+    _check_size(name, fields)
+    decoded(name, raw_of(fields, name), _STOPS, "use a text, or a list of texts")
+
+
+def _check_tools(name: str, fields: Body) -> None:
+    _check_size(name, fields)
+    if raw_of(fields, name).count(b"{") > _MOST_TOOL_OBJECTS:
         raise refusal(name, f"use {_MOST_TOOL_OBJECTS} objects or fewer")
 
 
@@ -276,10 +284,12 @@ def _check_tiles(name: str, fields: Body) -> None:
         contents = [bytes(each.content) for each in _CONTENTS.decode(raw)]
         parts = [part for each in contents if each[:1] == b"[" for part in _PARTS.decode(each)]
     except BROKEN:
-        return  # it is for the engine to say what is wrong
-    for media in (each for part in parts for each in (part.image_url, part.video_url)):
-        if isinstance(media, _Media) and bytes(media.max_dynamic_patch):
-            _check_range(_TILES, {_TILES: media.max_dynamic_patch})
+        return  # messages or parts that are no objects, which SGLang refuses
+    for media in (bytes(each) for part in parts for each in (part.image_url, part.video_url)):
+        if media[:1] == b"{":
+            found = _OF_MEDIA.decode(media)
+            if bytes(found.max_dynamic_patch):
+                _check_range(_TILES, {_TILES: found.max_dynamic_patch})
 
 
 def _check_repetition(name: str, fields: Body) -> None:
@@ -296,6 +306,8 @@ _OF_SGLANG: Mapping[str, Callable[[str, Body], None]] = {
     **dict.fromkeys(_RANGES, _check_range),
     **dict.fromkeys(_MOST_BYTES, _check_size),
     **dict.fromkeys(_MOST_IDS, _check_ids),
+    "stop": _check_stop,
+    "tools": _check_tools,
     "logit_bias": _check_bias,
     "chat_template_kwargs": _check_template,
     "messages": _check_tiles,

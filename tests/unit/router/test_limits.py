@@ -194,7 +194,8 @@ def test_tiles_of_one_part_of_a_message_are_bounded(kind: str) -> None:
         text = {"type": "text", "text": "x"}
         return json.dumps({"messages": [{"role": "user", "content": [text, part]}]}).encode()
 
-    for body in (asked(129), asked(129).replace(b'"max_d', b'"\\u006dax_d')):
+    hides = asked(129).replace(b'"text": "x"', b'"text": "x", "image_url": 5, "video_url": [{}]')
+    for body in (asked(129), asked(129).replace(b'"max_d', b'"\\u006dax_d'), hides):
         assert refused_as(CHAT, body) == "max_dynamic_patch"
     assert refused_as(CHAT, asked(12)) == refused_as(CHAT, asked(None)) == ""
     plain = {"role": "user", "content": "max_dynamic_patch: 129"}

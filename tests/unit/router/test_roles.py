@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -175,26 +177,37 @@ async def test_what_cannot_succeed_is_refused_at_once(tmp_path: Path) -> None:
         await named.stop()
 
 
+async def is_draining(admin: Admin, engine: FakeEngine) -> bool:
+    (listed,) = await admin.of(engine.url)
+    return bool(listed["draining"])
+
+
+@contextlib.asynccontextmanager
+async def being_switched(
+    admin: Admin, engine: FakeEngine
+) -> AsyncIterator[asyncio.Task[tuple[int, Any]]]:
+    """Have requests hang at a prefill engine, which is drained to be switched meanwhile."""
+    requests = [asyncio.create_task(admin.router.post(ASK)) for _ in range(6)]
+    try:
+        await until(lambda: bool(engine.asked))
+        switching = asyncio.create_task(switch(admin, "prefill", engine))
+        await until(lambda: is_draining(admin, engine))
+        yield switching
+    finally:
+        for request in requests:
+            request.cancel()
+
+
 @pytest.mark.parametrize("wish", ["DELETE", "/drain"])
 @on_loop
 async def test_what_an_operator_wants_during_a_switch_counts(wish: str) -> None:
     ps, d = [FakeEngine(prefills), FakeEngine(hangs)], FakeEngine(decodes)
     async with administered(ps, [d], handoff="pull") as admin:
-        requests = [asyncio.create_task(admin.router.post(ASK)) for _ in range(6)]
-        await until(lambda: bool(ps[1].asked))
-        switching = asyncio.create_task(switch(admin, "prefill", ps[1]))
-
-        async def draining() -> bool:
-            (listed,) = await admin.of(ps[1].url)
-            return bool(listed["draining"])
-
-        await until(draining)
-        named = {"role": "prefill", "url": ps[1].url}
-        method, path = ("DELETE", "") if wish == "DELETE" else ("POST", wish)
-        assert (await admin.ask(method, named, path))[0] == 200
-        ps[1].answer = both
-        for request in requests:
-            request.cancel()
+        async with being_switched(admin, ps[1]) as switching:
+            named = {"role": "prefill", "url": ps[1].url}
+            method, path = ("DELETE", "") if wish == "DELETE" else ("POST", wish)
+            assert (await admin.ask(method, named, path))[0] == 200
+            ps[1].answer = both
         status, said = await switching
         assert status == 409 and "removed or drained meanwhile" in said["error"]
         assert ps[1].url not in [url for _, url in await roles(admin)]
@@ -215,20 +228,10 @@ async def test_the_last_engine_of_a_role_stays() -> None:
 async def test_an_engine_goes_on_when_it_becomes_the_last_of_its_role() -> None:
     ps, d = [FakeEngine(both), FakeEngine(hangs)], FakeEngine(both)
     async with administered(ps, [d], handoff="pull", drain_s=600.0) as admin:
-        requests = [asyncio.create_task(admin.router.post(ASK)) for _ in range(6)]
-        await until(lambda: bool(ps[1].asked))
-        switching = asyncio.create_task(switch(admin, "prefill", ps[1]))
-
-        async def draining() -> bool:
-            (listed,) = await admin.of(ps[1].url)
-            return bool(listed["draining"])
-
-        await until(draining)
-        ps[0].well = False
-        status, said = await switching
+        async with being_switched(admin, ps[1]) as switching:
+            ps[0].well = False
+            status, said = await switching
         assert status == 409 and "no other prefill engine is up any more" in said["error"]
-        assert not await draining()
-        for request in requests:
-            request.cancel()
+        assert not await is_draining(admin, ps[1])
         ps[1].answer = both
         assert (await admin.router.post(ASK)).status == 200

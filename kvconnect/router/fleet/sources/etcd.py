@@ -77,8 +77,8 @@ class _Client:
         """
         if not self._logged_in:
             self._log_in()
-        ends = (prefix, f"{prefix[:-1]}{chr(ord(prefix[-1]) + 1)}")
-        whole = {"key": _base64(ends[0]), "range_end": _base64(ends[1])}
+        after = f"{prefix[:-1]}{chr(ord(prefix[-1]) + 1)}"
+        whole = {"key": _base64(prefix), "range_end": _base64(after)}
         try:
             answer = self._etcd.post(self._etcd.get_url("/kv/range"), json=whole)
         except Etcd3Exception:  # as when the token has expired
